@@ -1,0 +1,42 @@
+"""Vision transformers that adapt to a new domain while they predict: no labels, no source data."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Torch is heavy: each name is imported when it is first used, so that the command line answers at once.
+_HOME = {
+    "Adapter": "adapter",
+    "Guard": "guard",
+    "Method": "method",
+    "Step": "method",
+    "adapt": "adapter",
+    "check_method": "check",
+    "load": "adapter",
+    "list_methods": "method",
+    "register": "method",
+}
+__all__ = [*_HOME, "__version__", "errors"]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from . import errors
+    from .adapter import Adapter, adapt, load
+    from .check import check_method
+    from .guard import Guard
+    from .method import Method, Step, list_methods, register
+
+
+def __getattr__(name: str) -> Any:
+    if name == "errors":
+        return import_module(".errors", __name__)
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,529 @@
+"""The adapter: a vision transformer that adapts while it predicts, and the only object that holds state."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from . import __version__, state
+from .engine import Engine, entropy
+from .errors import AcclimateError, ConfigError, InputError, ModelError, NonFiniteError, StateError
+from .guard import Guard
+from .method import Method, Step, create
+from .vit import ViT, fingerprint, view
+
+_WRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_FROZEN: ContextVar[frozenset[int]] = ContextVar("frozen", default=frozenset())  # adapters, per thread
+
+
+@dataclass(frozen=True)
+class Record:
+    """What happened in one step."""
+
+    step: int
+    samples: int
+    entropy: float  # mean over the batch, in nats
+    used: int  # samples that the method learned from
+    loss: float | None
+    recovery: float | None  # moving average that triggers the method's own recovery
+    drift: float  # distance from the source parameters, relative to their length
+    event: str | None  # "recovered", "skipped: ...", "rolled back: ...", "frozen: ..."
+    milliseconds: float
+
+
+class Snapshot(Mapping[str, Tensor]):
+    """A copy of all that an adapter may change. Made by `Adapter.snapshot`, for `Adapter.rollback`."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        size = sum(t.numel() * t.element_size() for t in self.values())
+        return f"Snapshot(step {int(self['steps'])}, {len(self)} tensors, {size / 2**20:.1f} MiB)"
+
+
+class Adapter(nn.Module):
+    """A wrapped model: images in, logits out, and every call adapts it a little. Made by `acclimate.adapt`.
+
+    The model is changed in place, as little as the method needs; `unwrap` undoes that bit for bit. The model is always
+    run in evaluation mode, whatever `train()` and `eval()` say: to predict without adapting, use `frozen`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        *,
+        classes: Sequence[int] | Tensor | None = None,
+        predict: str = "before",
+        guard: Guard | Literal["default"] | None = "default",
+        micro_batch: int | None = None,
+        precision: str = "float32",
+        compile: bool | str = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if predict not in ("before", "after"):
+            raise ConfigError(f'predict={predict!r}: choose "before" or "after" this batch\'s update.')
+        if isinstance(model, Adapter) or model in _WRAPPED:
+            raise ModelError("This model is wrapped already; call unwrap() on its adapter first.")
+        vit = view(model)
+        columns = _columns(classes, vit.classes)
+        source_state = model.state_dict(keep_vars=True)  # under the names it has before any surgery
+        names = {id(p): f"model/{name}" for name, p in source_state.items()}
+        rng = torch.Generator().manual_seed(seed)
+        self._was_training = {module: module.training for module in model.modules()}
+        self._required_grad = {p: p.requires_grad for p in model.parameters()}
+        model.eval()
+        try:
+            adapted = list(method.attach(vit, rng))
+            names |= {id(p): f"method/{name}" for name, p in method.named_parameters()}
+            vit.shorten()
+            self.engine = Engine(
+                vit,
+                {names[id(p)]: p for p in adapted},
+                classes=columns,
+                micro_batch=micro_batch,
+                precision=precision,
+                compile=compile,
+                rng=rng,
+            )
+        except BaseException:
+            self._give_back(vit)
+            raise
+        self.model = model
+        self.method = method
+        self.guard = Guard() if guard == "default" else guard
+        self.steps: Tensor
+        self.batch_size: Tensor
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("batch_size", torch.tensor(0))  # of the first batch; 0 until there is one
+        self.record: Record | None = None
+        self.predict_when = predict
+        self._options = {
+            "classes": columns,
+            "predict": predict,
+            "guard": None if self.guard is None else self.guard.config,
+            "micro_batch": micro_batch,
+            "precision": precision,
+            "compile": compile,
+            "seed": seed,
+        }
+        self._lock = threading.RLock()
+        self._source_state = source_state
+        self._fingerprint: dict[str, str] | None = None
+        self._unwrapped = False
+        model.requires_grad_(False)
+        method.eval().requires_grad_(False)
+        for p in adapted:
+            p.requires_grad_(True)
+        self._initial = self._capture()
+        self._last: Snapshot | None = None  # the user's
+        self._good: Snapshot | None = None  # the guard's
+        _WRAPPED.add(model)
+
+    # ---- predict and adapt ------------------------------------------------------------------------------------
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of a batch, (batch, classes); the model adapts to the batch unless it is frozen."""
+        with self._lock, torch.inference_mode(False):
+            self._check_wrapped()
+            images = self._check(images)
+            if id(self) in _FROZEN.get():
+                return self.engine.predict(images)
+            start = time.perf_counter()
+            step = self._step(images)
+            self.steps += 1
+            drift = self.engine.drift()
+            event = self._watch(images, step.logits, drift) or step.event
+            self.record = Record(
+                step=int(self.steps),
+                samples=len(images),
+                entropy=float(entropy(step.logits).mean()),
+                used=step.used,
+                loss=step.loss,
+                recovery=step.recovery,
+                drift=drift,
+                event=event,
+                milliseconds=1000 * (time.perf_counter() - start),
+            )
+            return step.logits
+
+    def _step(self, images: Tensor) -> Step:
+        engine = self.engine
+        if self.guard is not None and bool(self.guard.stopped):
+            return Step(engine.predict(images), event="frozen: the guard stopped adaptation")
+        first = not int(self.batch_size)
+        try:
+            if first:
+                self._start(len(images))
+            step = self.method.step(images, engine)
+            if self.predict_when == "after" and engine.parameters:
+                step.logits = engine.predict(images)
+            engine.kept_share.fill_(step.used / len(images))
+            return step
+        except BaseException as error:
+            if first:
+                self._start(0)
+            if self.guard is None or not isinstance(error, NonFiniteError):
+                raise
+            return Step(engine.predict(images), event=f"skipped: {error}")
+        finally:
+            for p in engine.parameters:
+                p.grad = None
+
+    def _start(self, batch_size: int) -> None:
+        """Build the optimizer, whose learning rates depend on the stream's batch size; 0 means there is no stream yet."""
+        self.batch_size.fill_(batch_size)
+        self.engine.optimizer = self.method.optimizer(batch_size) if batch_size else None
+
+    def _watch(self, images: Tensor, logits: Tensor, drift: float) -> str | None:
+        """Let the guard look at a step, and act on what it says."""
+        guard, engine = self.guard, self.engine
+        if guard is None or not engine.parameters or bool(guard.stopped):
+            return None
+        guard.observe(logits)
+        problem = None
+        if not drift <= guard.drift:
+            problem = f"drift of {drift:.3g} from the source"
+        elif guard.suspects(engine.num_classes):
+            with engine.at_source():
+                agrees = engine.predict(images).argmax(-1) == logits.argmax(-1)
+            if guard.collapsed(agrees):
+                problem = "the predictions collapsed"
+        elif guard.good(engine.num_classes):
+            self._good = self._capture()
+        if problem is None:
+            return None
+        if guard.action == "freeze":
+            guard.stopped.fill_(True)
+            return f"frozen: {problem}"
+        steps = int(self.steps)
+        self._apply_snapshot(self._good or self._initial)
+        self.steps.fill_(steps)
+        guard.forget()
+        return f"rolled back: {problem}"
+
+    @contextmanager
+    def frozen(self) -> Iterator[Adapter]:
+        """Inside, calls from this thread predict and change nothing."""
+        token = _FROZEN.set(_FROZEN.get() | {id(self)})
+        try:
+            yield self
+        finally:
+            _FROZEN.reset(token)
+
+    def train(self, mode: bool = True) -> Adapter:
+        """Sets the flag alone: dropout and batch statistics have no place in adaptation."""
+        self.training = mode
+        return self
+
+    def _check(self, images: Tensor) -> Tensor:
+        vit: ViT = self.engine.vit
+        if not isinstance(images, Tensor):
+            raise InputError(f"Images must be a torch.Tensor, not {type(images).__name__}.")
+        shape = tuple(images.shape)
+        size = vit.image_size or ("height", "width")
+        expected = f"(batch, {vit.channels}, {size[0]}, {size[1]})"
+        if images.ndim != 4:
+            hint = " Add the batch dimension with images[None]." if images.ndim == 3 else ""
+            raise InputError(f"Expected images of shape {expected}, got {shape}.{hint}")
+        if not len(images):
+            raise InputError(f"The batch is empty: shape {shape}. Pass at least one image.")
+        if shape[1] != vit.channels or (vit.image_size is not None and shape[2:] != vit.image_size):
+            raise InputError(f"Expected images of shape {expected}, got {shape}. Resize, crop or convert them first.")
+        if not images.is_floating_point():
+            raise InputError(
+                f"Images have the integer type {images.dtype}: convert them to float and normalise as the model expects."
+            )
+        images = images.detach().to(vit.device, vit.dtype, non_blocking=True)
+        finite = images.isfinite().flatten(1).all(1)
+        if not finite.all():
+            bad = (~finite).nonzero().flatten().tolist()
+            raise InputError(f"NaN or Inf in image {', '.join(map(str, bad[:8]))} of the batch: remove or repair it.")
+        return images.clone() if images.is_inference() else images
+
+    # ---- state ------------------------------------------------------------------------------------------------
+
+    def _live(self) -> dict[str, Tensor]:
+        """Every tensor that a step may change, except the optimizer's, as views of the real ones."""
+        live = {f"method/{name}": tensor for name, tensor in self.method.state_dict().items()}
+        live |= {name: p.detach() for name, p in self.engine.named.items() if name.startswith("model/")}
+        if self.guard is not None:
+            live |= {f"guard/{name}": tensor for name, tensor in self.guard.state_dict().items()}
+        live |= {"loss_scale": self.engine.loss_scale, "kept_share": self.engine.kept_share}
+        return live | {"steps": self.steps, "batch_size": self.batch_size}
+
+    def _capture(self) -> Snapshot:
+        tensors = {name: tensor.clone() for name, tensor in self._live().items()}
+        if self.engine.optimizer is not None:
+            for i, p in enumerate(self.engine.parameters):
+                for key, value in self.engine.optimizer.state.get(p, {}).items():
+                    if value is not None:
+                        tensors[f"optimizer/{i}/{key}"] = torch.as_tensor(value).clone()
+        tensors["rng"] = self.engine.rng.get_state()
+        return Snapshot(tensors)
+
+    def _apply_snapshot(self, snapshot: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in self._live().items():
+                tensor.copy_(snapshot[name])
+        self._start(int(self.batch_size))
+        for name, value in snapshot.items():
+            kind, *where = name.split("/")
+            if kind == "optimizer" and self.engine.optimizer is not None:
+                p = self.engine.parameters[int(where[0])]
+                # a step count stays where torch keeps it; what has a parameter's shape goes to its device
+                self.engine.optimizer.state[p][where[1]] = value.to(p.device, copy=True) if value.ndim else value.clone()
+        self.engine.rng.set_state(snapshot["rng"].cpu())
+
+    def snapshot(self) -> Snapshot:
+        """Copy what adaptation may change, and remember it for `rollback`."""
+        with self._lock:
+            self._check_wrapped()
+            self._last = self._capture()
+            return self._last
+
+    def rollback(self, snapshot: Snapshot | None = None) -> None:
+        """Return to a snapshot of this adapter; by default to the last one."""
+        with self._lock:
+            self._check_wrapped()
+            chosen = self._last if snapshot is None else snapshot
+            if chosen is None:
+                raise StateError("There is no snapshot to roll back to: call snapshot() first, or reset().")
+            self._require_same_tensors(chosen, "The snapshot")
+            self._apply_snapshot(chosen)
+            self.record = None
+
+    def reset(self) -> None:
+        """Return, bit for bit, to the freshly wrapped model."""
+        with self._lock:
+            self._check_wrapped()
+            self._apply_snapshot(self._initial)
+            self.record, self._last, self._good = None, None, None
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write what changed, not the backbone, to a safetensors file; `acclimate.load` continues from it."""
+        with self._lock:
+            self._check_wrapped()
+            if not self.method.name:
+                raise StateError(f"{type(self.method).__name__} has no name: decorate it with acclimate.register(...).")
+            good = {f"good/{name}": tensor for name, tensor in (self._good or {}).items()}
+            header = {
+                "method": self.method.name,
+                "config": self.method.config,
+                "options": self._options,
+                "model": {"class": type(self.model).__name__, **self.fingerprint()},
+                "steps": int(self.steps),
+                "versions": {"acclimate": __version__, "torch": torch.__version__},
+            }
+            state.write(path, {**self._capture(), **good}, header)
+
+    def load(self, path: str | PathLike[str]) -> None:
+        """Continue from a state file of the same model, method and options; on any error nothing changes."""
+        tensors, header = state.read(path)
+        with self._lock:
+            self._check_wrapped()
+            _check_model(path, header, self.model, self.fingerprint())
+            mine = {"method": self.method.name, **self.method.config, **self._options}
+            theirs = {"method": header["method"], **header["config"], **header["options"]}
+            differences = [
+                f"{key} is {theirs.get(key)!r} in the file, {mine.get(key)!r} here"
+                for key in sorted({*mine, *theirs})
+                if _plain(mine.get(key)) != _plain(theirs.get(key))
+            ]
+            if differences:
+                raise StateError(f"{path} is of another run: {'; '.join(differences)}. Use acclimate.load(path, model).")
+            good = {name.removeprefix("good/"): t for name, t in tensors.items() if name.startswith("good/")}
+            current = {name: t for name, t in tensors.items() if not name.startswith("good/")}
+            self._require_same_tensors(current, str(path))
+            self._apply_snapshot(current)
+            self._good = Snapshot(good) if good else None
+            self._last, self.record = None, None
+
+    def unwrap(self) -> nn.Module:
+        """The original model, bit for bit. The adapter cannot be used afterwards."""
+        with self._lock:
+            self._check_wrapped()
+            self.engine.restore()
+            self._give_back(self.engine.vit)
+            self._unwrapped = True
+            _WRAPPED.discard(self.model)
+            return self.model
+
+    def _give_back(self, vit: ViT) -> None:
+        """Undo the surgery and all flags."""
+        vit.restore()
+        for module, training in self._was_training.items():
+            module.training = training
+        for p, required in self._required_grad.items():
+            p.requires_grad_(required)
+
+    def fingerprint(self) -> dict[str, str]:
+        """Digests of the wrapped model's architecture and source weights."""
+        if self._fingerprint is None:
+            with self.engine.at_source():
+                self._fingerprint = fingerprint(self._source_state)
+        return self._fingerprint
+
+    def _require_same_tensors(self, tensors: Mapping[str, Tensor], what: str) -> None:
+        live = {name: tuple(t.shape) for name, t in self._live().items()}
+        theirs = {name: tuple(t.shape) for name, t in tensors.items() if name in live}
+        wrong = [name for name in live if live[name] != theirs.get(name)]
+        if wrong or "rng" not in tensors:
+            raise StateError(
+                f"{what} does not fit this adapter: {', '.join(wrong[:4]) or 'rng'} missing or of another shape."
+            )
+
+    def _check_wrapped(self) -> None:
+        if self._unwrapped:
+            raise StateError("This adapter was unwrapped; wrap the model again with acclimate.adapt().")
+
+    # ---- torch.nn.Module --------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Adapter:
+        """Called by to(), cuda(), half(): takes along what is not a parameter or a buffer."""
+        super()._apply(fn, recurse)
+        self.engine.source = [fn(tensor) for tensor in self.engine.source]
+        if self.engine.optimizer is not None:
+            for values in self.engine.optimizer.state.values():
+                values.update({k: fn(v) for k, v in values.items() if isinstance(v, Tensor) and v.ndim})
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        super().__setstate__(values)
+        self._lock = threading.RLock()
+        _WRAPPED.add(self.model)
+
+    def __repr__(self) -> str:
+        count = sum(p.numel() for p in self.engine.parameters)
+        model = f"{self.engine.vit.family} {type(self.model).__name__}, {len(self.engine.vit.blocks)} blocks"
+        where = "unwrapped" if self._unwrapped else f"step {int(self.steps)}"
+        return f"Adapter({self.method!r} on {model}; {count:,} parameters adapt; {where})"
+
+
+def adapt(
+    model: nn.Module,
+    method: str | type[Method] = "dct",
+    *,
+    classes: Sequence[int] | Tensor | None = None,
+    predict: str = "before",
+    guard: Guard | Literal["default"] | None = "default",
+    micro_batch: int | None = None,
+    precision: str = "float32",
+    compile: bool | str = False,
+    seed: int = 0,
+    **options: Any,
+) -> Adapter:
+    """Wrap a vision transformer so that it adapts while it predicts.
+
+    Args:
+        model: A timm `VisionTransformer`, transformers `ViTForImageClassification` or torchvision `VisionTransformer`.
+        method: Name of a method (`acclimate.list_methods()` lists them), or a class.
+        classes: Indices of the head's classes that exist in the target domain (or a boolean mask over them). The others are
+            dropped before any softmax, and the logits have one column for each of these.
+        predict: Logits from "before" this batch's update, as the papers' code scores them, or "after" it (one more pass).
+        guard: Watches for collapse; None turns it off.
+        micro_batch: Samples per pass; by default up to 4 on a CPU, 32 elsewhere. It changes cost, not results.
+        precision: "float32", or autocast to "bfloat16" or "float16".
+        compile: `torch.compile` the forward pass; a string names the backend.
+        seed: Of everything random in the method.
+        **options: The method's own options; `acclimate methods dct` on the command line explains them.
+
+    Example:
+        >>> model = acclimate.adapt(timm.create_model("vit_base_patch16_224.augreg_in21k_ft_in1k", pretrained=True), "dct")
+        >>> for images in stream:
+        ...     logits = model(images)
+    """
+    return Adapter(
+        model,
+        create(method, options),
+        classes=classes,
+        predict=predict,
+        guard=guard,
+        micro_batch=micro_batch,
+        precision=precision,
+        compile=compile,
+        seed=seed,
+    )
+
+
+def load(path: str | PathLike[str], model: nn.Module) -> Adapter:
+    """Wrap a fresh copy of the source model and continue from a state file as if the run had never stopped.
+
+    Method, options and random state come from the file. If the file is damaged, or of another model, a `StateError` says so
+    and `model` is as before.
+    """
+    _, header = state.read(path)
+    if isinstance(model, Adapter) or model in _WRAPPED:
+        raise ModelError("This model is wrapped already; use its adapter's load(), or pass the plain source model.")
+    view(model)
+    _check_model(path, header, model, fingerprint(model.state_dict()))
+    options = dict(header["options"])
+    if options["guard"] is not None:
+        options["guard"] = Guard(**options["guard"])
+    try:
+        adapter = adapt(model, header["method"], **options, **header["config"])
+    except ConfigError as error:
+        raise StateError(f"{path} was written by a method that is not known here: {error}") from error
+    try:
+        adapter.load(path)
+    except AcclimateError:
+        adapter.unwrap()
+        raise
+    return adapter
+
+
+def _check_model(path: str | PathLike[str], header: Mapping[str, Any], model: nn.Module, mine: Mapping[str, str]) -> None:
+    theirs = header["model"]
+    for what, hint in (("architecture", "another architecture"), ("weights", "the same architecture with other weights")):
+        if theirs[what] != mine[what]:
+            raise StateError(
+                f"{path} is the state of another model: a {theirs['class']} with {what} {theirs[what]}, while this "
+                f"{type(model).__name__} has {mine[what]} ({hint})."
+            )
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _columns(classes: Sequence[int] | Tensor | None, count: int) -> list[int] | None:
+    """Validated column indices of the head."""
+    if classes is None:
+        return None
+    chosen = torch.as_tensor(classes)
+    if chosen.dtype == torch.bool and chosen.shape == (count,):
+        chosen = chosen.nonzero().flatten()
+    columns: list[int] = chosen.tolist() if chosen.ndim == 1 and not chosen.is_floating_point() else []
+    if (
+        chosen.dtype == torch.bool
+        or not columns
+        or len(set(columns)) < len(columns)
+        or not all(0 <= c < count for c in columns)
+    ):
+        raise ConfigError(f"classes: give distinct indices from 0 to {count - 1}, or a boolean mask of length {count}.")
+    return columns

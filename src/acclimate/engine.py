@@ -1,0 +1,285 @@
+"""Exact passes over a batch: micro-batches, no backward pass for rejected samples, one sharpness-aware step.
+
+In a LayerNorm model samples do not see each other, so the gradient of a mean over the samples that a method keeps is a sum
+over micro-batches, divided once at the end. That gives the numbers of the whole-batch form for the memory of one
+micro-batch. On a CPU the micro-batches are spread over one worker thread per core: several small matrix products side by
+side are faster than one product split over the cores.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .errors import ConfigError, NonFiniteError
+from .vit import ViT, samples_interact
+
+T = TypeVar("T")
+Objective = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Logits (batch, classes) to a loss per sample and a mask of the samples to learn from, each sample on its own."""
+
+PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Shannon entropy of softmax(logits) in nats, per sample."""
+    log_p = logits.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+@dataclass
+class Sweep:
+    """What one pass over a batch saw, in the batch's order; the gradient of the mean kept loss is in `.grad`."""
+
+    logits: Tensor
+    losses: Tensor
+    kept: Tensor
+
+    @property
+    def used(self) -> int:
+        return int(self.kept.sum())
+
+    @property
+    def loss(self) -> float:
+        """Mean loss of the kept samples, NaN if there are none."""
+        return float(self.losses[self.kept].mean())
+
+
+class Engine:
+    """A ViT, the parameters that adapt, their source values, their optimizer, and the passes that connect them.
+
+    Args:
+        vit: The model.
+        parameters: What adapts, by name.
+        classes: Columns of the head that exist in the target domain; the others are dropped before any softmax.
+        micro_batch: Samples per pass. Default: 32; on a CPU 4, or 1 while a method rejects many samples, so that these cost
+            no backward pass. If the samples of a batch interact, it is passed whole whatever is said here.
+        precision: "float32", or autocast to "bfloat16" or "float16" (the latter with loss scaling).
+        compile: `torch.compile` the forward pass; a string names the backend.
+        rng: Source of all randomness of a method.
+    """
+
+    def __init__(
+        self,
+        vit: ViT,
+        parameters: dict[str, nn.Parameter],
+        *,
+        classes: Sequence[int] | None = None,
+        micro_batch: int | None = None,
+        precision: str = "float32",
+        compile: bool | str = False,
+        rng: torch.Generator,
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise ConfigError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}.")
+        if micro_batch is not None and micro_batch < 1:
+            raise ConfigError(f"micro_batch={micro_batch}: at least one sample has to pass.")
+        self.vit = vit
+        self.named = parameters
+        self.parameters: list[Tensor] = list(parameters.values())
+        self.source = [p.detach().clone() for p in self.parameters]
+        self._source_norm = float(global_norm(self.source)) if self.source else 0.0
+        self._gradient_norm = 0.0
+        self.classes = None if classes is None else torch.tensor(list(classes))
+        self.rng = rng
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.loss_scale = torch.tensor(2.0**14 if precision == "float16" else 1.0)
+        self.kept_share = torch.tensor(0.0)  # of the last batch's samples; the adapter notes it after each step
+        self._micro_batch = micro_batch
+        self._dtype = PRECISIONS[precision]
+        self._whole = samples_interact(vit.model)
+        self._compiled = bool(compile)
+        backend = compile if isinstance(compile, str) else "inductor"
+        self._logits = torch.compile(vit.logits, backend=backend) if compile else vit.logits
+
+    @property
+    def num_classes(self) -> int:
+        return self.vit.classes if self.classes is None else len(self.classes)
+
+    # ---- passes -----------------------------------------------------------------------------------------------
+
+    def forward(self, images: Tensor) -> Tensor:
+        """One pass, differentiable if gradients are enabled: logits of the target's classes, at least in float32."""
+        with torch.autocast(self.vit.device.type, self._dtype, enabled=self._dtype is not None):
+            logits = self._logits(images)
+        logits = logits if logits.dtype is torch.float64 else logits.float()
+        return logits if self.classes is None else logits[:, self.classes.to(logits.device)]
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Logits, and nothing else."""
+
+        @torch.no_grad()
+        def work(parts: Sequence[Tensor]) -> Tensor:
+            return torch.cat([self.forward(part) for part in parts])
+
+        return torch.cat(self._spread(work, images, selective=False))
+
+    def gradient(self, images: Tensor, objective: Objective, *, selective: bool = False) -> Sweep:
+        """Leave in `.grad` the gradient of the mean objective over the samples that it keeps (None if it keeps none).
+
+        Args:
+            images: The batch.
+            objective: Loss of each sample, and which samples to keep.
+            selective: Say that many may be rejected. It changes the cost, not the result.
+
+        Raises:
+            NonFiniteError: if that gradient is not finite. Nothing has been changed.
+        """
+
+        @torch.enable_grad()
+        def work(parts: Sequence[Tensor]) -> tuple[list[Sweep], list[Tensor] | None]:
+            sweeps: list[Sweep] = []
+            total: list[Tensor] | None = None
+            for part in parts:
+                sweep, loss = self._pass(part, objective)
+                sweeps.append(sweep)
+                if loss is not None:
+                    total = self._accumulate(total, loss)
+            return sweeps, total
+
+        results = self._spread(work, images, selective)
+        seen = [sweep for sweeps, _ in results for sweep in sweeps]
+        sweep = Sweep(*(torch.cat([getattr(s, name) for s in seen]) for name in ("logits", "losses", "kept")))
+        totals = [total for _, total in results if total is not None]
+        self._set_gradient(totals, sweep.used)
+        return sweep
+
+    def _pass(self, images: Tensor, objective: Objective) -> tuple[Sweep, Tensor | None]:
+        """Forward one micro-batch; the second result is the summed loss of what it keeps, with its graph."""
+        logits = self.forward(images)
+        losses, kept = objective(logits)
+        sweep = Sweep(logits.detach(), losses.detach(), kept)
+        if not sweep.used:
+            return sweep, None
+        if 2 * sweep.used < len(images) and not self._whole:
+            # a backward pass through everybody would cost more than a fresh pass of the few
+            logits = losses = torch.empty(0)  # frees the large graph first
+            return sweep, objective(self.forward(images[kept]))[0].sum()
+        return sweep, losses[kept].sum()
+
+    def _accumulate(self, total: list[Tensor] | None, loss: Tensor) -> list[Tensor]:
+        new = torch.autograd.grad(loss * self.loss_scale.to(loss.device), self.parameters, materialize_grads=True)
+        if total is None:
+            return list(new)
+        torch._foreach_add_(total, new)
+        return total
+
+    def _set_gradient(self, totals: list[list[Tensor]], count: int) -> None:
+        for p in self.parameters:
+            p.grad = None
+        if not totals:
+            return
+        total = totals[0]
+        for more in totals[1:]:
+            torch._foreach_add_(total, more)
+        torch._foreach_div_(total, count * float(self.loss_scale))
+        self._gradient_norm = float(global_norm(total))
+        if not math.isfinite(self._gradient_norm):
+            if self._dtype is torch.float16:
+                self.loss_scale /= 2
+            raise NonFiniteError("the gradient of this batch is not finite; no update was applied.")
+        for p, gradient in zip(self.parameters, total):
+            p.grad = gradient
+
+    def _spread(self, work: Callable[[Sequence[Tensor]], T], images: Tensor, selective: bool) -> list[T]:
+        """Cut a batch into micro-batches and give each worker a contiguous run of them, so that sums have one order."""
+        on_cpu = images.device.type == "cpu"
+        reject = selective and float(self.kept_share) < 0.75
+        size = len(images) if self._whole else self._micro_batch or ((1 if reject else 4) if on_cpu else 32)
+        parts = images.split(size)
+        threads = torch.get_num_threads()
+        workers = min(len(parts), threads) if on_cpu and not self._compiled else 1
+        if workers == 1:
+            return [work(parts)]
+        bounds = [round(i * len(parts) / workers) for i in range(workers + 1)]
+        return list(_pool(threads).map(work, [parts[a:b] for a, b in zip(bounds, bounds[1:])]))
+
+    # ---- updates ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _elsewhere(self) -> Iterator[None]:
+        """Whatever happens to the parameters inside, they leave bit for bit as they came."""
+        here = [p.detach().clone() for p in self.parameters]
+        try:
+            yield
+        finally:
+            self._assign(here)
+
+    @contextmanager
+    def perturbed(self, rho: float) -> Iterator[None]:
+        """Inside, the parameters stand at distance `rho` along the gradient that the last sweep left."""
+        with self._elsewhere():
+            with torch.no_grad():
+                gradients = [p.grad for p in self.parameters if p.grad is not None]
+                torch._foreach_add_(self.parameters, gradients, alpha=rho / (self._gradient_norm + 1e-12))
+            yield
+
+    @contextmanager
+    def at_source(self) -> Iterator[None]:
+        """Inside, the model is as it was when it was wrapped."""
+        with self._elsewhere():
+            self.restore(keep_momentum=True)
+            yield
+
+    def update(self) -> None:
+        """One optimizer step along the gradient that the last sweep left."""
+        assert self.optimizer is not None, "the adapter builds the optimizer before a method's first step"
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def zero_gradient(self) -> None:
+        """A gradient of zeros, with which an optimizer step still moves by its momentum."""
+        for p in self.parameters:
+            p.grad = torch.zeros_like(p)
+
+    def restore(self, *, keep_momentum: bool = False) -> None:
+        """Put the adapted parameters back to their source values."""
+        self._assign(self.source)
+        if not keep_momentum and self.optimizer is not None:
+            self.optimizer.state.clear()
+
+    @torch.no_grad()
+    def _assign(self, values: list[Tensor]) -> None:
+        if values:  # a method may adapt no parameter
+            torch._foreach_copy_(self.parameters, values)
+
+    def drift(self) -> float:
+        """Distance of the adapted parameters from their source values, relative to the length of the latter."""
+        with torch.no_grad():
+            moved = [torch.dist(p, source) for p, source in zip(self.parameters, self.source)]
+        return float(torch.stack(moved).norm()) / (self._source_norm + 1e-12) if moved else 0.0
+
+
+def global_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Euclidean length of all tensors laid end to end."""
+    return torch.stack(torch._foreach_norm(list(tensors))).norm()
+
+
+def _compute_on_one_core() -> None:
+    torch.set_num_threads(1)
+    torch.get_num_threads()  # a thread takes over the process's default at its first use of torch: let that be now
+
+
+@lru_cache(maxsize=1)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Worker threads that compute on one core each, shared by all adapters of the process."""
+    pool = ThreadPoolExecutor(threads, "acclimate", initializer=_compute_on_one_core)
+    everybody = threading.Barrier(threads)
+    for started in [pool.submit(everybody.wait) for _ in range(threads)]:
+        started.result()
+    torch.set_num_threads(threads)  # what a worker sets would otherwise be the default of every thread started later
+    return pool
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork

@@ -1,0 +1,138 @@
+"""The contract that a test-time adaptation method keeps, and the registry of methods.
+
+A method is a `torch.nn.Module`. What it learns is a parameter, what it remembers is a buffer, the rest is optimizer state;
+so reset, snapshot, save and rollback are written once, in the adapter. Its constructor is its configuration: typed keyword
+arguments with the paper's defaults, each stored under its own name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .engine import Engine
+from .errors import ConfigError
+from .vit import ViT
+
+
+@dataclass
+class Step:
+    """What a method's step returns: its prediction, and what it did to make or to follow it."""
+
+    logits: Tensor
+    used: int = 0  # samples that it learned from
+    loss: float | None = None
+    recovery: float | None = None  # moving average that triggers a recovery, for methods that have one
+    event: str | None = None
+
+
+class Method(nn.Module):
+    """Base class of all methods. Subclass it, decorate it with `acclimate.register("name")`, run `check_method("name")`."""
+
+    name: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+    adapts: ClassVar[str] = "nothing"
+    exceptions: ClassVar[Mapping[str, str]] = {}
+    """Checks of the conformance suite that this method cannot meet, each with the reason."""
+
+    @classmethod
+    def options(cls) -> dict[str, inspect.Parameter]:
+        """The constructor's keyword arguments."""
+        parameters = inspect.signature(cls.__init__, eval_str=False).parameters
+        return {name: p for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration that makes an equal method: `type(method)(**method.config)`."""
+        return {name: getattr(self, name) for name in self.options()}
+
+    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+        """Prepare `vit` for adaptation and return the parameters that will change. Draw from `rng` alone."""
+        return []
+
+    def optimizer(self, batch_size: int) -> torch.optim.Optimizer | None:
+        """The optimizer over those parameters; `batch_size` is that of the stream's first batch."""
+        return None
+
+    def step(self, images: Tensor, engine: Engine) -> Step:
+        """Predict one batch and learn from it. Change buffers after the gradients are known to be finite."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.config.items())
+
+
+def scaled_lr(batch_size: int) -> float:
+    """The learning rate that the field uses for the norms of ViT-B: 0.001 for 64 samples, proportional to the batch."""
+    return 0.001 * batch_size / 64
+
+
+M = TypeVar("M", bound=type[Method])
+_REGISTRY: dict[str, type[Method]] = {}
+_BUILT_IN = ("source", "tent", "sar", "dct")
+
+
+def register(name: str) -> Callable[[M], M]:
+    """Class decorator that makes a method known by name to `adapt`, `check_method`, the state file and the command line."""
+
+    def decorate(cls: M) -> M:
+        _load_built_in()
+        known = _REGISTRY.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ConfigError(f"A method named {name!r} is registered already: {known.__module__}.{known.__qualname__}.")
+        cls.name = name
+        _REGISTRY[name] = cls
+        return cls
+
+    return decorate
+
+
+def list_methods() -> list[str]:
+    """Names of all registered methods."""
+    _load_built_in()
+    return list(_REGISTRY)
+
+
+def find(method: str | type[Method]) -> type[Method]:
+    """The class of a method, given by name or as itself."""
+    if isinstance(method, type) and issubclass(method, Method):
+        return method
+    known = list_methods()
+    if method not in known:
+        raise ConfigError(f"Unknown method {method!r}.{_nearest(str(method), known)} Known: {', '.join(known)}.")
+    return _REGISTRY[str(method)]
+
+
+def create(method: str | type[Method], options: Mapping[str, Any]) -> Method:
+    """A method with its options; an option that it does not have is an error that names the nearest."""
+    cls = find(method)
+    known = cls.options()
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"{cls.name or cls.__name__} has no option {name!r}.{_nearest(name, known)} Options: {', '.join(known)}."
+            )
+    return cls(**options)
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+_loading = False
+
+
+def _load_built_in() -> None:
+    global _loading
+    if not _loading:
+        _loading = True  # the built-in methods register themselves, which ends up here again
+        for name in _BUILT_IN:
+            import_module(f".methods.{name}", __package__)

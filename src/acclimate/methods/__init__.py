@@ -1,0 +1,1 @@
+"""One file, one paper. `acclimate.list_methods()` lists them."""

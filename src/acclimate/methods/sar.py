@@ -1,0 +1,136 @@
+"""SAR: Towards Stable Test-Time Adaptation in Dynamic Wild World (Niu et al., ICLR 2023)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..engine import Engine, entropy
+from ..errors import ConfigError
+from ..method import Method, Step, register, scaled_lr
+from ..vit import ViT, parameters_of
+
+# What matching "blocks.9", "blocks.10", "blocks.11", "blocks.21" ... in a parameter's name leaves out: the last three
+# blocks of a 12-block model, and of a 24-block model blocks 9 to 11 as well.
+REFERENCE_SKIP = {9, 10, 11, 21, 22, 23}
+
+
+def leading_blocks(depth: int) -> range:
+    """All blocks but the last quarter, of which at most three are left out: 9 of 12, 21 of 24."""
+    return range(depth - min(3, depth // 4))
+
+
+@register("sar")
+class SAR(Method):
+    """Sharpness-aware minimisation of the entropy of reliable samples, over the norms of all but the last blocks.
+
+    A sample is reliable if its entropy is below a margin, before the sharpness-aware ascent and after it. When the moving
+    average of the loss gets so low that the model is about to predict one class for everything, it recovers: the source
+    parameters come back.
+
+    Args:
+        lr: Learning rate of the norms; by default 0.001 for a batch of 64, proportional to the batch size, and twice that
+            for a batch of 1.
+        margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
+        rho: Radius of the sharpness-aware ascent.
+        momentum: Momentum of SGD.
+        recovery: Moving average of the loss below which the source parameters come back.
+        decay: Decay of that moving average.
+        blocks: Which blocks adapt: a number (the first so many) or indices; by default all but the last quarter, of which
+            at most three are left out (9 of 12, 21 of 24).
+        batch_size: Batch size for the default learning rate; by default that of the first batch.
+        reference: Behave as the authors' released code, quirks included: momentum survives a recovery and moves the
+            parameters when no sample is reliable, the moving average does not restart after a recovery, the margin counts
+            all classes of the head, and matching by name leaves out blocks 9 to 11 of a 24-block model too.
+    """
+
+    paper = "Niu et al., ICLR 2023"
+    adapts = "norms of all but the last blocks"
+    single_sample_lr_factor = 2
+
+    def __init__(
+        self,
+        *,
+        lr: float | None = None,
+        margin: float | None = None,
+        rho: float = 0.05,
+        momentum: float = 0.9,
+        recovery: float = 0.2,
+        decay: float = 0.9,
+        blocks: int | Sequence[int] | None = None,
+        batch_size: int | None = None,
+        reference: bool = False,
+    ) -> None:
+        super().__init__()
+        self.lr = lr
+        self.margin = margin
+        self.rho = rho
+        self.momentum = momentum
+        self.recovery = recovery
+        self.decay = decay
+        self.blocks = blocks if blocks is None or isinstance(blocks, int) else tuple(blocks)
+        self.batch_size = batch_size
+        self.reference = reference
+        self.average: Tensor
+        self.register_buffer("average", torch.tensor(math.nan))  # of the loss; NaN until there is one
+
+    def adapted_blocks(self, depth: int) -> list[int]:
+        """Indices of the blocks whose parameters adapt."""
+        if self.blocks is None:
+            skip = REFERENCE_SKIP if self.reference else ()
+            return [i for i in leading_blocks(depth) if i not in skip]
+        chosen = range(self.blocks) if isinstance(self.blocks, int) else self.blocks
+        outside = [i for i in chosen if not 0 <= i < depth]
+        if outside or not chosen:
+            raise ConfigError(f"blocks={self.blocks!r}: choose from the {depth} blocks of this model, 0 to {depth - 1}.")
+        return list(chosen)
+
+    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+        self._norms = parameters_of(norm for i in self.adapted_blocks(len(vit.blocks)) for norm in vit.blocks[i].norms)
+        return self._norms
+
+    def norm_lr(self, batch_size: int) -> float:
+        if self.lr is not None:
+            return self.lr
+        batch_size = self.batch_size or batch_size
+        return scaled_lr(batch_size) * (self.single_sample_lr_factor if batch_size == 1 else 1)
+
+    def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self._norms, lr=self.norm_lr(batch_size), momentum=self.momentum)
+
+    def step(self, images: Tensor, engine: Engine) -> Step:
+        margin = self.margin
+        if margin is None:
+            margin = 0.4 * math.log(engine.vit.classes if self.reference else engine.num_classes)
+
+        def reliable_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
+            h = entropy(logits)
+            return h, h.detach() < margin
+
+        first = engine.gradient(images, reliable_entropy, selective=True)
+        used, loss = 0, None
+        if first.used:
+            with engine.perturbed(self.rho):
+                second = engine.gradient(images[first.kept], reliable_entropy)
+            if second.used:
+                used, loss = second.used, second.loss
+                average = float(self.average)
+                self.average.fill_(loss if math.isnan(average) else self.decay * average + (1 - self.decay) * loss)
+
+        if used:
+            engine.update()
+        elif self.reference:
+            engine.zero_gradient()  # the released code steps on a gradient of zeros: momentum still moves the parameters
+            engine.update()
+
+        average = float(self.average)
+        event = None
+        if average < self.recovery:
+            event = "recovered"
+            engine.restore(keep_momentum=self.reference)
+            if not self.reference:
+                self.average.fill_(math.nan)
+        return Step(first.logits, used, loss, None if math.isnan(average) else average, event)

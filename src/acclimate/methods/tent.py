@@ -1,0 +1,60 @@
+"""Tent: Fully Test-Time Adaptation by Entropy Minimization (Wang et al., ICLR 2021)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..engine import Engine, entropy
+from ..method import Method, Step, register, scaled_lr
+from ..vit import ViT, parameters_of
+
+
+@register("tent")
+class Tent(Method):
+    """Minimise the mean prediction entropy of every batch over the affine parameters of all normalisation layers.
+
+    The original adapts BatchNorm; all norms of a ViT is what the later papers call TENT.
+
+    Args:
+        lr: Learning rate; by default 0.001 for a batch of 64, proportional to the batch size.
+        momentum: Momentum of SGD.
+        batch_size: Batch size for the default learning rate; by default that of the first batch.
+        reference: Accepted by every method; the released code has no quirk to reproduce here.
+    """
+
+    paper = "Wang et al., ICLR 2021"
+    adapts = "all norms"
+
+    def __init__(
+        self,
+        *,
+        lr: float | None = None,
+        momentum: float = 0.9,
+        batch_size: int | None = None,
+        reference: bool = False,
+    ) -> None:
+        super().__init__()
+        self.lr = lr
+        self.momentum = momentum
+        self.batch_size = batch_size
+        self.reference = reference
+
+    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+        self._adapted = parameters_of(vit.norms)
+        return self._adapted
+
+    def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        lr = scaled_lr(self.batch_size or batch_size) if self.lr is None else self.lr
+        return torch.optim.SGD(self._adapted, lr=lr, momentum=self.momentum)
+
+    def step(self, images: Tensor, engine: Engine) -> Step:
+        sweep = engine.gradient(images, self.objective)
+        engine.update()
+        return Step(sweep.logits, used=sweep.used, loss=sweep.loss)
+
+    def objective(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        h = entropy(logits)
+        return h, torch.ones_like(h, dtype=torch.bool)

@@ -1,0 +1,40 @@
+"""Fixtures that most tests share: the tiny models and batches of the conformance suite."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+import torch
+
+from acclimate.check import FAMILIES, tiny_batches, tiny_vit
+
+torch.set_num_threads(2)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=20, derandomize=True)
+hypothesis.settings.load_profile("ci")
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture
+def model():
+    return tiny_vit()
+
+
+@pytest.fixture
+def batches():
+    return tiny_batches()
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family(request):
+    pytest.importorskip(FAMILIES[request.param][0])
+    return request.param
+
+
+def shared_golden() -> list[Path]:
+    """Recordings beside the project, or in the folder that ACCLIMATE_GOLDEN names; they are not part of it."""
+    folder = Path(os.environ.get("ACCLIMATE_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))
+    return sorted(folder.glob("*.safetensors"))

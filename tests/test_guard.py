@@ -1,0 +1,126 @@
+"""The guard convicts a collapse, lets a homogeneous stream pass, and is exact about what it brings back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import acclimate
+from acclimate.check import same, tiny_batches, tiny_vit
+from acclimate.errors import ConfigError, NonFiniteError
+
+TINTS = 2 * torch.randn(40, 16, 3, 1, 1, generator=torch.Generator().manual_seed(0))
+BATCHES = [images + tint for images, tint in zip(tiny_batches(40, 16, seed=11), TINTS)]  # predicted as all kinds of classes
+
+
+def collapse(model):
+    """What a collapse looks like: an adapted parameter makes one class win everywhere."""
+    with torch.no_grad():
+        model.model.norm.bias.copy_(40 * model.engine.vit.head.weight[3])
+
+
+def guarded(**options):
+    return acclimate.adapt(tiny_vit(), "tent", lr=1e-6, guard=acclimate.Guard(window=64, drift=1e9, **options))
+
+
+def events(model, batches):
+    out = []
+    for images in batches:
+        model(images)
+        if model.record.event:
+            out.append(model.record.event)
+    return out
+
+
+def test_a_collapse_is_rolled_back_to_the_last_good_snapshot():
+    model = guarded()
+    assert events(model, BATCHES[:10]) == []
+    good = model._good
+    assert good is not None and int(good["steps"]) == 8  # one per window of 64
+    collapse(model)
+    assert events(model, BATCHES[10:17]) == ["rolled back: the predictions collapsed"]
+    for name, p in model.engine.named.items():
+        torch.testing.assert_close(p.detach(), good[name], atol=1e-4, rtol=0)  # a few tiny steps later
+    assert int(model.steps) == 17
+    assert events(model, BATCHES[17:30]) == []
+
+
+def test_without_a_good_snapshot_the_source_comes_back():
+    model = guarded()
+    collapse(model)
+    assert events(model, BATCHES[:8]) == ["rolled back: the predictions collapsed"]
+    assert model.engine.drift() < 1e-3
+
+
+def test_a_homogeneous_stream_is_no_collapse():
+    """One class for hundreds of images, and the source model agrees."""
+    model = guarded()
+    with model.frozen():
+        images = torch.cat(BATCHES)
+        classes = model(images).argmax(-1)
+    chosen = images[classes == classes.mode().values]
+    stream = chosen.repeat(320 // len(chosen) + 1, 1, 1, 1).split(16)
+    assert events(model, stream) == []
+    assert model.guard.largest_share() > 0.9
+
+
+def test_freeze_stops_adaptation_until_reset():
+    model = guarded(action="freeze")
+    collapse(model)
+    assert events(model, BATCHES[:6])[-1].startswith("frozen")
+    before = model._capture()
+    model(BATCHES[7])
+    assert model.record.event == "frozen: the guard stopped adaptation" and model.record.used == 0
+    after = model._capture()
+    assert all(torch.equal(before[n], after[n]) for n in before if n != "steps")
+    model.reset()
+    model(BATCHES[0])
+    assert model.record.event is None and model.record.used == 16
+
+
+def test_drift_beyond_the_limit_is_rolled_back():
+    model = acclimate.adapt(tiny_vit(), "tent", lr=1.0, guard=acclimate.Guard(drift=0.2))
+    found = events(model, BATCHES[:6])
+    assert found and all(event.startswith("rolled back: drift of") for event in found)
+
+
+def test_an_update_that_is_not_finite_is_skipped_or_raised():
+    for guard in ("default", None):
+        model = acclimate.adapt(tiny_vit(), "tent", guard=guard)
+        model(BATCHES[0])
+        before = model._capture()
+        with torch.no_grad():
+            model.engine.vit.head.bias[0] = torch.inf
+        if guard is None:
+            with pytest.raises(NonFiniteError):
+                model(BATCHES[1])
+        else:
+            model(BATCHES[1])
+            assert model.record.event.startswith("skipped") and model.record.used == 0
+        after = model._capture()
+        assert all(torch.equal(before[n], after[n]) for n in before if n.startswith(("model/", "optimizer/")))
+
+
+def test_the_good_snapshot_is_saved_and_loaded(tmp_path):
+    model = guarded()
+    events(model, BATCHES[:10])
+    model.save(tmp_path / "s.safetensors")
+    loaded = acclimate.load(tmp_path / "s.safetensors", tiny_vit())
+    same(loaded._good, model._good, "good snapshot")
+    for run in (model, loaded):
+        collapse(run)
+        assert events(run, BATCHES[10:20]) == ["rolled back: the predictions collapsed"]
+    same(loaded._capture(), model._capture(), "after the rollback")
+
+
+def test_batches_of_one_gather_answers_before_a_verdict():
+    model = guarded()
+    collapse(model)
+    images = torch.cat(BATCHES)
+    found = [i for i, image in enumerate(images[:120]) if events(model, [image[None]])]
+    assert found[0] == 64 + 32 - 2  # a full window, then 32 answers, the first of them with the window's last image
+
+
+def test_an_unknown_action_is_refused():
+    with pytest.raises(ConfigError, match="shrug"):
+        acclimate.Guard(action="shrug")

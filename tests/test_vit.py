@@ -1,0 +1,154 @@
+"""The structural view: parts, surgery that changes nothing, and errors that name what is missing."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+import acclimate
+from acclimate.check import DEPTH, WIDTH, tiny_batches, tiny_vit
+from acclimate.errors import ModelError
+from acclimate.vit import fingerprint, parameters_of, samples_interact, view
+
+
+def logits(model, images):
+    with torch.no_grad():
+        out = model(images)
+    return getattr(out, "logits", out)
+
+
+def test_parts(family):
+    vit = view(tiny_vit(family))
+    assert vit.family == family
+    assert len(vit.blocks) == DEPTH
+    assert [len(block.norms) for block in vit.blocks] == [2] * DEPTH
+    assert len(vit.norms) == 2 * DEPTH + 1
+    assert (vit.width, vit.blocks[0].heads, vit.classes, vit.channels, vit.image_size) == (WIDTH, 2, 10, 3, (32, 32))
+    assert sum(p.numel() for p in parameters_of(vit.norms)) == (2 * DEPTH + 1) * 2 * WIDTH
+
+
+def test_open_attention_and_short_last_block_compute_the_same(family):
+    model = tiny_vit(family)
+    images = tiny_batches(1)[0]
+    expected = logits(model, images)
+    modules = dict(model.named_modules())
+    vit = view(model)
+    for block in vit.blocks:
+        block.open()
+    torch.testing.assert_close(logits(model, images), expected, atol=1e-5, rtol=1e-5)
+    vit.shorten()
+    torch.testing.assert_close(logits(model, images), expected, atol=1e-5, rtol=1e-5)
+    vit.restore()
+    assert dict(model.named_modules()) == modules
+    assert torch.equal(logits(model, images), expected)
+
+
+def test_features_enter_the_head(family):
+    model = tiny_vit(family)
+    vit = view(model)
+    with torch.no_grad():
+        features, out = vit.features(tiny_batches(1)[0])
+        assert features.shape == (6, WIDTH)
+        torch.testing.assert_close(vit.head(features), out)
+    assert not vit.head._forward_pre_hooks
+
+
+def test_timm_variants_compute_the_same():
+    """Registers, layer scale, q-k norm, attention norm, pre-norm, average pooling, no position for the class token."""
+    common = dict(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=10)
+    variants = [
+        dict(reg_tokens=4, init_values=0.1),
+        dict(qk_norm=True, pre_norm=True),
+        dict(scale_attn_norm=True),
+        dict(no_embed_class=True, reg_tokens=2),
+        dict(global_pool="avg", class_token=True),
+        dict(qkv_bias=False),
+    ]
+    for kwargs in variants:
+        torch.manual_seed(0)
+        model = VisionTransformer(**{**common, **kwargs}).eval()
+        for p in model.parameters():
+            nn.init.normal_(p, std=0.2)
+        images = tiny_batches(1)[0]
+        expected = logits(model, images)
+        vit = view(model)
+        for block in vit.blocks:
+            block.open()
+        vit.shorten()
+        torch.testing.assert_close(logits(model, images), expected, atol=1e-5, rtol=1e-5, msg=str(kwargs))
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "width", "norm_scalars"),
+    [
+        ("vit_tiny_patch16_224", 12, 192, 25 * 2 * 192),
+        ("vit_base_patch16_224", 12, 768, 38_400),
+        ("vit_large_patch16_224", 24, 1024, 49 * 2 * 1024),
+        ("deit_small_patch16_224", 12, 384, 25 * 2 * 384),
+        ("deit3_small_patch16_224", 12, 384, 25 * 2 * 384),
+    ],
+)
+def test_published_shapes(name, depth, width, norm_scalars):
+    with torch.device("meta"):
+        vit = view(timm.create_model(name))
+    assert (len(vit.blocks), vit.width) == (depth, width)
+    assert sum(p.numel() for p in parameters_of(vit.norms)) == norm_scalars
+
+
+def test_weights_from_a_local_file(tmp_path):
+    """timm's own loading is what a user has; the view does not care where the weights come from."""
+    kwargs = dict(img_size=32, depth=2, num_classes=10)
+    trained = timm.create_model("vit_tiny_patch16_224", **kwargs).eval()
+    save_file(trained.state_dict(), tmp_path / "weights.safetensors")
+    loaded = timm.create_model("vit_tiny_patch16_224", checkpoint_path=str(tmp_path / "weights.safetensors"), **kwargs)
+    images = tiny_batches(1)[0]
+    torch.testing.assert_close(acclimate.adapt(loaded, "source")(images), logits(trained, images), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: nn.Linear(3, 3), "Linear is not a vision transformer"),
+        (lambda: timm.create_model("resnet18"), "ResNet is not a vision transformer"),
+        (
+            lambda: VisionTransformer(img_size=32, patch_size=8, class_token=False, global_pool="avg", depth=1),
+            "no class token",
+        ),
+        (lambda: timm.create_model("deit_tiny_distilled_patch16_224"), "distillation token"),
+        (lambda: timm.create_model("vit_tiny_patch16_224", num_classes=0), "head"),
+        (lambda: VisionTransformer(img_size=32, patch_size=8, depth=0), "no transformer blocks"),
+        (
+            lambda: VisionTransformer(img_size=32, patch_size=8, depth=1, embed_dim=32, num_heads=2, attn_layer="diff"),
+            "unknown",
+        ),
+        (lambda: "vit", "not str"),
+    ],
+)
+def test_a_model_that_cannot_be_adapted_is_named(build, message):
+    with pytest.raises(ModelError, match=message):
+        view(build())
+
+
+def test_samples_interact_only_through_batch_statistics():
+    model = tiny_vit()
+    assert not samples_interact(model)
+    model.patch_embed.norm = nn.BatchNorm1d(16)
+    assert not samples_interact(model.eval())
+    assert samples_interact(model.train())
+    model.patch_embed.norm = nn.BatchNorm1d(16, track_running_stats=False)
+    assert samples_interact(model.eval())
+
+
+def test_fingerprint_tells_architecture_from_weights():
+    a, b = tiny_vit(), tiny_vit()
+    assert fingerprint(a.state_dict()) == fingerprint(b.state_dict())
+    with torch.no_grad():
+        b.blocks[1].mlp.fc1.weight[0, 0] += 1
+    assert fingerprint(a.state_dict())["architecture"] == fingerprint(b.state_dict())["architecture"]
+    assert fingerprint(a.state_dict())["weights"] != fingerprint(b.state_dict())["weights"]
+    b.head = nn.Linear(WIDTH, 11)
+    assert fingerprint(a.state_dict())["architecture"] != fingerprint(b.state_dict())["architecture"]
