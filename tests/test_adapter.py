@@ -241,6 +241,106 @@ def test_conversion_takes_everything_along(batches):
     assert model.engine.drift() == 0
 
 
+def test_a_copy_of_a_compiled_adapter_runs_its_own_model(batches):
+    model = acclimate.adapt(tiny_vit(), "tent", compile="eager")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.model.norm.weight.zero_()
+    with model.frozen(), twin.frozen():
+        assert not torch.allclose(model(batches[0]), twin(batches[0]))
+
+
+def test_the_callers_autocast_does_not_reach_inside(batches):
+    plain, inside = (acclimate.adapt(tiny_vit(), "dct", precision="bfloat16", lr_generator=1.0) for _ in range(2))
+    for images in batches:
+        expected = plain(images[:1])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(inside(images[:1]), expected)
+
+
+def test_inference_mode_may_hold_around_everything(batches, tmp_path):
+    """Not around calls alone: wrapping, snapshots, files and resets leave tensors that can be trained."""
+    outside = acclimate.adapt(tiny_vit(), "dct")
+    model = tiny_vit()
+    with torch.inference_mode():
+        inside = acclimate.adapt(model, "dct")
+        for adapter in (outside, inside):
+            adapter(batches[0])
+            adapter.snapshot()
+            adapter(batches[1])
+            adapter.rollback()
+            adapter.save(tmp_path / "s.safetensors")
+            adapter.reset()
+            adapter.load(tmp_path / "s.safetensors")
+    source = tiny_vit()
+    with torch.inference_mode():
+        loaded = acclimate.load(tmp_path / "s.safetensors", source)
+    expected = [outside(images) for images in batches]
+    for adapter in (inside, loaded):
+        for images, logits in zip(batches, expected):
+            assert torch.equal(adapter(images), logits)
+
+
+def test_a_failing_pass_after_the_update_undoes_it(batches, monkeypatch):
+    model = acclimate.adapt(tiny_vit(), "dct", predict="after")
+    model(batches[0])
+    before = model._capture()
+
+    def fail(images):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(model.engine, "predict", fail)
+        model(batches[1])
+    same(model._capture(), before, "after a failed pass")
+
+
+def test_samples_that_interact_take_part_in_the_second_pass(batches):
+    """SAR on a model with batch statistics, against the whole-batch form."""
+
+    def build():
+        model = tiny_vit()
+        model.patch_embed.proj = nn.Sequential(model.patch_embed.proj, nn.BatchNorm2d(32, track_running_stats=False))
+        return model
+
+    plain = build().requires_grad_(False)
+    parameters = [p for n, p in plain.named_parameters() if n.startswith(("blocks.0.n", "blocks.1.n", "blocks.2.n"))]
+    for p in parameters:
+        p.requires_grad_(True)
+    images = torch.cat(batches)
+    h = entropy(plain(images))
+    margin = float(h.detach().sort().values[9:11].mean())
+    first = torch.autograd.grad(h[h < margin].mean(), parameters)
+    norm = torch.stack([g.norm() for g in first]).norm()
+    before = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for p, g in zip(parameters, first):
+            p.add_(0.05 * g / norm)
+    again = entropy(plain(images))[h < margin]
+    second = torch.autograd.grad(again[again < margin].mean(), parameters)
+    model = acclimate.adapt(build(), "sar", lr=0.5, margin=margin, recovery=0)
+    model(images)
+    for ours, p, g in zip(model.engine.parameters, before, second):
+        torch.testing.assert_close(ours.detach(), p - 0.5 * g, atol=1e-5, rtol=1e-4)
+
+
+def test_an_unregistered_subclass_is_not_saved_under_its_parents_name(batches, tmp_path):
+    class Mine(acclimate.method.find("dct")):
+        pass
+
+    with pytest.raises(StateError, match="Mine is not registered"):
+        acclimate.adapt(tiny_vit(), Mine).save(tmp_path / "s.safetensors")
+
+
+def test_options_are_given_by_keyword():
+    with pytest.raises(ConfigError, match=r"put a \* before lr"):
+
+        @acclimate.register("loose")
+        class Loose(acclimate.Method):
+            def __init__(self, lr=1):
+                super().__init__()
+
+
 def test_train_and_eval_do_not_reach_the_model(batches):
     model = acclimate.adapt(tiny_vit(), "tent")
     model.train()

@@ -188,7 +188,7 @@ def test_entropy_of_extreme_logits():
     assert entropy(torch.tensor([[1e4, 0.0, 0.0]])).item() == 0
 
 
-@pytest.mark.parametrize("options", [{"precision": "int8"}, {"micro_batch": 0}])
+@pytest.mark.parametrize("options", [{"precision": "int8"}, {"micro_batch": 0}, {"micro_batch": 2.5}])
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         engine_on(tiny_vit(), **options)
@@ -214,6 +214,11 @@ def test_float16_overflow_halves_the_loss_scale_and_skips(batches):
     model(batches[1])
     assert model.record.event.startswith("skipped")
     assert float(model.engine.loss_scale) == 2.0**119
+    model.engine.loss_scale.fill_(1.0)
+    model(batches[2])
+    assert model.record.event is None and float(model.engine.loss_scale) > 1
+    model.reset()
+    model(batches[0])
     assert all(torch.equal(p, before[name]) for name, p in model.engine.named.items())
 
 

@@ -91,6 +91,11 @@ def test_leading_blocks():
     assert [len(leading_blocks(depth)) for depth in (1, 2, 4, 6, 8, 12, 24, 32)] == [1, 2, 3, 5, 6, 9, 21, 29]
 
 
+def test_the_reference_skips_by_name_alone():
+    model = acclimate.adapt(deep(6), "dct", reference=True)
+    assert {int(n.split(".")[1]) for n in model.engine.named if n.startswith("model/")} == set(range(6))
+
+
 def test_default_and_reference_skip_rules_of_24_blocks():
     def blocks(model):
         return sorted({int(name.split(".")[1]) for name in model.engine.named})
@@ -186,7 +191,8 @@ def test_free_conditioners_are_the_same_for_every_sample(batches):
     values = conditioner.conditioners(torch.randn(4, 32))
     torch.testing.assert_close(values, values[:, :1].expand_as(values))
     assert not torch.equal(conditioner.biases["v"], model._initial["method/generators.2.biases.v"])
-    assert torch.equal(conditioner.biases["q"], model._initial["method/generators.2.biases.q"])
+    fresh = acclimate.adapt(tiny_vit(), "dct", generator=False)
+    assert torch.equal(conditioner.biases["q"], fresh.method.generators["2"].biases["q"])
 
 
 def test_blocks_option_chooses_the_blocks():
@@ -195,7 +201,7 @@ def test_blocks_option_chooses_the_blocks():
         assert sorted(map(int, model.method.generators)) == expected
         assert sorted({int(n.split(".")[1]) for n in model.engine.named if n.startswith("model/")}) == expected
         model(tiny_batches(1)[0])
-    for wrong in (5, [4], [-1], 0, []):
+    for wrong in (5, [4], [-1], 0, [], [0, 0]):
         with pytest.raises(ConfigError, match="blocks="):
             acclimate.adapt(tiny_vit(), "dct", blocks=wrong)
 
@@ -269,7 +275,23 @@ def test_recovery_average_is_a_moving_average(batches):
         assert model.record.recovery == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [{"conditioners": "qx"}, {"conditioners": ""}, {"init": "ones"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"conditioners": "qx"},
+        {"conditioners": "kk"},
+        {"recovery": None},
+        {"conditioners": ""},
+        {"init": "ones"},
+        {"lr": -1},
+        {"lr_generator": "fast"},
+        {"margin": math.nan},
+        {"momentum": 1.5},
+        {"decay": -0.1},
+        {"batch_size": 0},
+    ],
+    ids=str,
+)
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         acclimate.adapt(tiny_vit(), "dct", **options)

@@ -34,10 +34,10 @@ def test_the_header_says_what_it_is(saved):
     tensors, header = state.read(path)
     assert header["method"] == "dct" and header["config"]["lr"] == 0.01
     assert header["steps"] == 4 and header["format"] == 1
-    assert set(header["versions"]) == {"acclimate", "torch"}
+    assert set(header["versions"]) == {"acclimate", "torch", "timm"}
     assert header["model"] == {"class": "VisionTransformer", **model.fingerprint()}
     assert not any("qkv" in name or "mlp" in name for name in tensors)  # what changed, not the backbone
-    same(tensors, model._capture(), "in the file")
+    same(tensors, {**model._capture(), **model._constants()}, "in the file")
 
 
 def test_the_fingerprint_is_that_of_the_source(saved):
@@ -221,6 +221,60 @@ def test_the_write_is_flushed_before_and_after_the_rename(saved, monkeypatch):
     monkeypatch.setattr(os, "replace", noting_replace)
     model.save(path)
     assert events == ["file", "rename", "folder"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update({"optimizer/999/momentum_buffer": torch.zeros(3)}), "optimizer/999"),
+        (lambda t: t.update({"optimizer/0/momentum_buffer": torch.zeros(3)}), "optimizer/0"),
+        (lambda t: t.update(rng=torch.zeros(3, dtype=torch.uint8)), "rng"),
+        (lambda t: t.update(surprise=torch.zeros(3)), "surprise"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused_whole(saved, change, message):
+    model, path = saved
+    tensors, header = state.read(path)
+    change(tensors)
+    state.write(path, tensors, header)
+    before = model._capture()
+    with pytest.raises(StateError, match=message):
+        model.load(path)
+    same(model._capture(), before, "after a refused file")
+    fresh = tiny_vit()
+    with pytest.raises(StateError, match=message):
+        acclimate.load(path, fresh)
+    acclimate.adapt(fresh, "tent")
+
+
+def test_an_unknown_guard_option_is_refused(saved):
+    _, path = saved
+    with pytest.raises(StateError, match="not known here"):
+        acclimate.load(rewritten(path, lambda h: h["options"]["guard"].update(magic=1)), tiny_vit())
+
+
+def test_the_cost_options_may_differ(saved, batches):
+    model, path = saved
+    other = acclimate.adapt(tiny_vit(), "dct", lr=0.01, micro_batch=3)
+    other.load(path)
+    torch.testing.assert_close(other(batches[0]), model(batches[0]), atol=1e-5, rtol=1e-5)
+
+
+def test_the_file_is_as_readable_as_any_other(saved, tmp_path):
+    _, path = saved
+    (tmp_path / "plain").touch()
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
+
+
+def test_frozen_random_generators_travel_with_the_file(tmp_path, batches):
+    """Whatever this library version would draw from the seed, the file says what they were."""
+    model = acclimate.adapt(tiny_vit(), "dct")
+    model(batches[0])
+    with torch.no_grad():
+        model.method.generators["1"].weights["q"].fill_(7)
+    model.save(tmp_path / "q.safetensors")
+    loaded = acclimate.load(tmp_path / "q.safetensors", tiny_vit())
+    assert (loaded.method.generators["1"].weights["q"] == 7).all()
 
 
 def test_a_folder_that_does_not_exist_is_named(saved, tmp_path):

@@ -144,11 +144,18 @@ def test_samples_interact_only_through_batch_statistics():
 
 
 def test_fingerprint_tells_architecture_from_weights():
+    def of(model):
+        return fingerprint(view(model), model.state_dict())
+
     a, b = tiny_vit(), tiny_vit()
-    assert fingerprint(a.state_dict()) == fingerprint(b.state_dict())
+    assert of(a) == of(b)
     with torch.no_grad():
         b.blocks[1].mlp.fc1.weight[0, 0] += 1
-    assert fingerprint(a.state_dict())["architecture"] == fingerprint(b.state_dict())["architecture"]
-    assert fingerprint(a.state_dict())["weights"] != fingerprint(b.state_dict())["weights"]
+    assert of(a)["architecture"] == of(b)["architecture"]
+    assert of(a)["weights"] != of(b)["weights"]
     b.head = nn.Linear(WIDTH, 11)
-    assert fingerprint(a.state_dict())["architecture"] != fingerprint(b.state_dict())["architecture"]
+    assert of(a)["architecture"] != of(b)["architecture"]
+    for change in (lambda m: setattr(m.blocks[0].attn, "num_heads", 4), lambda m: setattr(m.norm, "eps", 1e-3)):
+        c = tiny_vit()
+        change(c)  # nothing that a name or a shape would show
+        assert of(a)["architecture"] != of(c)["architecture"] and of(a)["weights"] == of(c)["weights"]

@@ -13,9 +13,9 @@ _HOME = {
     "Guard": "guard",
     "Method": "method",
     "Step": "method",
-    "adapt": "adapter",
+    "adapt": "wrap",
     "check_method": "check",
-    "load": "adapter",
+    "load": "wrap",
     "list_methods": "method",
     "register": "method",
 }
@@ -23,10 +23,11 @@ __all__ = [*_HOME, "__version__", "errors"]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from . import errors
-    from .adapter import Adapter, adapt, load
+    from .adapter import Adapter
     from .check import check_method
     from .guard import Guard
     from .method import Method, Step, list_methods, register
+    from .wrap import adapt, load
 
 
 def __getattr__(name: str) -> Any:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from . import __version__, state
 from .engine import Engine, entropy
-from .errors import AcclimateError, ConfigError, InputError, ModelError, NonFiniteError, StateError
+from .errors import ConfigError, ModelError, NonFiniteError, StateError
 from .guard import Guard
-from .method import Method, Step, create
+from .method import Method, Step, is_registered
 from .vit import ViT, fingerprint, view
 
-_WRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+WRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _FROZEN: ContextVar[frozenset[int]] = ContextVar("frozen", default=frozenset())  # adapters, per thread
 
 
@@ -84,10 +84,11 @@ class Adapter(nn.Module):
         super().__init__()
         if predict not in ("before", "after"):
             raise ConfigError(f'predict={predict!r}: choose "before" or "after" this batch\'s update.')
-        if isinstance(model, Adapter) or model in _WRAPPED:
+        if not (guard is None or guard == "default" or isinstance(guard, Guard)):
+            raise ConfigError(f"guard={guard!r}: give an acclimate.Guard, or None for no guard.")
+        if isinstance(model, Adapter) or model in WRAPPED:
             raise ModelError("This model is wrapped already; call unwrap() on its adapter first.")
         vit = view(model)
-        columns = _columns(classes, vit.classes)
         source_state = model.state_dict(keep_vars=True)  # under the names it has before any surgery
         names = {id(p): f"model/{name}" for name, p in source_state.items()}
         rng = torch.Generator().manual_seed(seed)
@@ -101,7 +102,7 @@ class Adapter(nn.Module):
             self.engine = Engine(
                 vit,
                 {names[id(p)]: p for p in adapted},
-                classes=columns,
+                classes=classes,
                 micro_batch=micro_batch,
                 precision=precision,
                 compile=compile,
@@ -112,15 +113,16 @@ class Adapter(nn.Module):
             raise
         self.model = model
         self.method = method
-        self.guard = Guard() if guard == "default" else guard
+        fresh = {} if guard == "default" else getattr(guard, "config", {})
+        self.guard = None if guard is None else Guard(**fresh)  # its own: it remembers what this adapter does
         self.steps: Tensor
         self.batch_size: Tensor
         self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("batch_size", torch.tensor(0))  # of the first batch; 0 until there is one
         self.record: Record | None = None
-        self.predict_when = predict
+        self._after = predict == "after" and bool(adapted)
         self._options = {
-            "classes": columns,
+            "classes": self.engine.classes,
             "predict": predict,
             "guard": None if self.guard is None else self.guard.config,
             "micro_batch": micro_batch,
@@ -137,24 +139,35 @@ class Adapter(nn.Module):
         for p in adapted:
             p.requires_grad_(True)
         self._initial = self._capture()
+        self.engine.source = [self._initial[name] for name in self.engine.named]  # one copy serves both
         self._last: Snapshot | None = None  # the user's
         self._good: Snapshot | None = None  # the guard's
-        _WRAPPED.add(model)
+        WRAPPED.add(model)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One caller at a time, and tensors that can be trained whatever mode the caller is in."""
+        with self._lock, torch.inference_mode(False):
+            if self._unwrapped:
+                raise StateError("This adapter was unwrapped; wrap the model again with acclimate.adapt().")
+            yield
 
     # ---- predict and adapt ------------------------------------------------------------------------------------
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of a batch, (batch, classes); the model adapts to the batch unless it is frozen."""
-        with self._lock, torch.inference_mode(False):
-            self._check_wrapped()
-            images = self._check(images)
+        with self._alone():
+            images = self.engine.vit.check(images)
             if id(self) in _FROZEN.get():
                 return self.engine.predict(images)
             start = time.perf_counter()
             step = self._step(images)
             self.steps += 1
             drift = self.engine.drift()
-            event = self._watch(images, step.logits, drift) or step.event
+            if step.logits.isfinite().all():
+                event = self._watch(images, step.logits, drift) or step.event
+            else:
+                event = step.event or "the logits are not finite"
             self.record = Record(
                 step=int(self.steps),
                 samples=len(images),
@@ -173,17 +186,20 @@ class Adapter(nn.Module):
         if self.guard is not None and bool(self.guard.stopped):
             return Step(engine.predict(images), event="frozen: the guard stopped adaptation")
         first = not int(self.batch_size)
+        before = self._capture() if self._after else None  # the pass after the update may fail too
         try:
             if first:
                 self._start(len(images))
             step = self.method.step(images, engine)
-            if self.predict_when == "after" and engine.parameters:
+            if self._after:
                 step.logits = engine.predict(images)
             engine.kept_share.fill_(step.used / len(images))
             return step
         except BaseException as error:
             if first:
                 self._start(0)
+            if before is not None:
+                self._apply_snapshot(before)
             if self.guard is None or not isinstance(error, NonFiniteError):
                 raise
             return Step(engine.predict(images), event=f"skipped: {error}")
@@ -214,14 +230,13 @@ class Adapter(nn.Module):
             self._good = self._capture()
         if problem is None:
             return None
-        if guard.action == "freeze":
-            guard.stopped.fill_(True)
-            return f"frozen: {problem}"
-        steps = int(self.steps)
+        steps, batch_size = int(self.steps), int(self.batch_size)
         self._apply_snapshot(self._good or self._initial)
         self.steps.fill_(steps)
+        self._start(batch_size)  # of the stream, which goes on
         guard.forget()
-        return f"rolled back: {problem}"
+        guard.stopped.fill_(guard.action == "freeze")
+        return f"{'frozen' if guard.action == 'freeze' else 'rolled back'}: {problem}"
 
     @contextmanager
     def frozen(self) -> Iterator[Adapter]:
@@ -237,41 +252,21 @@ class Adapter(nn.Module):
         self.training = mode
         return self
 
-    def _check(self, images: Tensor) -> Tensor:
-        vit: ViT = self.engine.vit
-        if not isinstance(images, Tensor):
-            raise InputError(f"Images must be a torch.Tensor, not {type(images).__name__}.")
-        shape = tuple(images.shape)
-        size = vit.image_size or ("height", "width")
-        expected = f"(batch, {vit.channels}, {size[0]}, {size[1]})"
-        if images.ndim != 4:
-            hint = " Add the batch dimension with images[None]." if images.ndim == 3 else ""
-            raise InputError(f"Expected images of shape {expected}, got {shape}.{hint}")
-        if not len(images):
-            raise InputError(f"The batch is empty: shape {shape}. Pass at least one image.")
-        if shape[1] != vit.channels or (vit.image_size is not None and shape[2:] != vit.image_size):
-            raise InputError(f"Expected images of shape {expected}, got {shape}. Resize, crop or convert them first.")
-        if not images.is_floating_point():
-            raise InputError(
-                f"Images have the integer type {images.dtype}: convert them to float and normalise as the model expects."
-            )
-        images = images.detach().to(vit.device, vit.dtype, non_blocking=True)
-        finite = images.isfinite().flatten(1).all(1)
-        if not finite.all():
-            bad = (~finite).nonzero().flatten().tolist()
-            raise InputError(f"NaN or Inf in image {', '.join(map(str, bad[:8]))} of the batch: remove or repair it.")
-        return images.clone() if images.is_inference() else images
-
     # ---- state ------------------------------------------------------------------------------------------------
 
     def _live(self) -> dict[str, Tensor]:
         """Every tensor that a step may change, except the optimizer's, as views of the real ones."""
-        live = {f"method/{name}": tensor for name, tensor in self.method.state_dict().items()}
-        live |= {name: p.detach() for name, p in self.engine.named.items() if name.startswith("model/")}
+        live = {name: p.detach() for name, p in self.engine.named.items()}
+        live |= {f"method/{name}": buffer for name, buffer in self.method.named_buffers()}
         if self.guard is not None:
             live |= {f"guard/{name}": tensor for name, tensor in self.guard.state_dict().items()}
         live |= {"loss_scale": self.engine.loss_scale, "kept_share": self.engine.kept_share}
         return live | {"steps": self.steps, "batch_size": self.batch_size}
+
+    def _constants(self) -> dict[str, Tensor]:
+        """What the method made for itself and never changes: not needed to go back, but to go on elsewhere."""
+        made = {f"method/{name}": p.detach() for name, p in self.method.named_parameters()}
+        return {name: p for name, p in made.items() if name not in self.engine.named}
 
     def _capture(self) -> Snapshot:
         tensors = {name: tensor.clone() for name, tensor in self._live().items()}
@@ -298,35 +293,35 @@ class Adapter(nn.Module):
 
     def snapshot(self) -> Snapshot:
         """Copy what adaptation may change, and remember it for `rollback`."""
-        with self._lock:
-            self._check_wrapped()
+        with self._alone():
             self._last = self._capture()
             return self._last
 
     def rollback(self, snapshot: Snapshot | None = None) -> None:
         """Return to a snapshot of this adapter; by default to the last one."""
-        with self._lock:
-            self._check_wrapped()
+        with self._alone():
             chosen = self._last if snapshot is None else snapshot
             if chosen is None:
                 raise StateError("There is no snapshot to roll back to: call snapshot() first, or reset().")
-            self._require_same_tensors(chosen, "The snapshot")
+            self._require_fitting(chosen, "The snapshot", self._live())
             self._apply_snapshot(chosen)
             self.record = None
+            if self._good is not None and int(self._good["steps"]) > int(self.steps):
+                self._good = None  # of a future that is undone
 
     def reset(self) -> None:
         """Return, bit for bit, to the freshly wrapped model."""
-        with self._lock:
-            self._check_wrapped()
+        with self._alone():
             self._apply_snapshot(self._initial)
             self.record, self._last, self._good = None, None, None
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write what changed, not the backbone, to a safetensors file; `acclimate.load` continues from it."""
-        with self._lock:
-            self._check_wrapped()
-            if not self.method.name:
-                raise StateError(f"{type(self.method).__name__} has no name: decorate it with acclimate.register(...).")
+        with self._alone():
+            if not is_registered(self.method):
+                raise StateError(
+                    f"{type(self.method).__name__} is not registered: decorate it with acclimate.register(...)."
+                )
             good = {f"good/{name}": tensor for name, tensor in (self._good or {}).items()}
             header = {
                 "method": self.method.name,
@@ -334,40 +329,45 @@ class Adapter(nn.Module):
                 "options": self._options,
                 "model": {"class": type(self.model).__name__, **self.fingerprint()},
                 "steps": int(self.steps),
-                "versions": {"acclimate": __version__, "torch": torch.__version__},
+                "versions": {"acclimate": __version__, "torch": torch.__version__, **self.engine.vit.version},
             }
-            state.write(path, {**self._capture(), **good}, header)
+            state.write(path, {**self._capture(), **self._constants(), **good}, header)
 
     def load(self, path: str | PathLike[str]) -> None:
         """Continue from a state file of the same model, method and options; on any error nothing changes."""
-        tensors, header = state.read(path)
-        with self._lock:
-            self._check_wrapped()
-            _check_model(path, header, self.model, self.fingerprint())
+        self.resume(path, *state.read(path))
+
+    def resume(self, path: str | PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+        """The same, for a file that was read already."""
+        with self._alone():
+            check_model(path, header, self.model, self.fingerprint())
             mine = {"method": self.method.name, **self.method.config, **self._options}
             theirs = {"method": header["method"], **header["config"], **header["options"]}
             differences = [
                 f"{key} is {theirs.get(key)!r} in the file, {mine.get(key)!r} here"
-                for key in sorted({*mine, *theirs})
+                for key in sorted({*mine, *theirs} - {"micro_batch", "compile"})  # these change the cost alone
                 if _plain(mine.get(key)) != _plain(theirs.get(key))
             ]
             if differences:
                 raise StateError(f"{path} is of another run: {'; '.join(differences)}. Use acclimate.load(path, model).")
             good = {name.removeprefix("good/"): t for name, t in tensors.items() if name.startswith("good/")}
             current = {name: t for name, t in tensors.items() if not name.startswith("good/")}
-            self._require_same_tensors(current, str(path))
+            self._require_fitting(current, str(path), {**self._live(), **self._constants()})
+            if good:
+                self._require_fitting(good, str(path), self._live())
             self._apply_snapshot(current)
+            for name, tensor in self._constants().items():
+                tensor.copy_(current[name])
             self._good = Snapshot(good) if good else None
             self._last, self.record = None, None
 
     def unwrap(self) -> nn.Module:
         """The original model, bit for bit. The adapter cannot be used afterwards."""
-        with self._lock:
-            self._check_wrapped()
+        with self._alone():
             self.engine.restore()
             self._give_back(self.engine.vit)
             self._unwrapped = True
-            _WRAPPED.discard(self.model)
+            WRAPPED.discard(self.model)
             return self.model
 
     def _give_back(self, vit: ViT) -> None:
@@ -380,23 +380,25 @@ class Adapter(nn.Module):
 
     def fingerprint(self) -> dict[str, str]:
         """Digests of the wrapped model's architecture and source weights."""
-        if self._fingerprint is None:
-            with self.engine.at_source():
-                self._fingerprint = fingerprint(self._source_state)
-        return self._fingerprint
+        with self._alone():
+            if self._fingerprint is None:
+                with self.engine.at_source():
+                    self._fingerprint = fingerprint(self.engine.vit, self._source_state)
+            return self._fingerprint
 
-    def _require_same_tensors(self, tensors: Mapping[str, Tensor], what: str) -> None:
-        live = {name: tuple(t.shape) for name, t in self._live().items()}
-        theirs = {name: tuple(t.shape) for name, t in tensors.items() if name in live}
-        wrong = [name for name in live if live[name] != theirs.get(name)]
-        if wrong or "rng" not in tensors:
+    def _require_fitting(self, tensors: Mapping[str, Tensor], what: str, live: Mapping[str, Tensor]) -> None:
+        """Refuse tensors that cannot be applied, before anything is changed."""
+        shapes = {name: tuple(t.shape) for name, t in live.items()} | {"rng": tuple(self.engine.rng.get_state().shape)}
+        for i, p in enumerate(self.engine.parameters):
+            momenta = [name for name in tensors if name.startswith(f"optimizer/{i}/") and tensors[name].ndim]
+            shapes |= dict.fromkeys(momenta, tuple(p.shape))
+        known = {*shapes, *(name for name, t in tensors.items() if name.startswith("optimizer/") and not t.ndim)}
+        wrong = [name for name, shape in shapes.items() if name not in tensors or tuple(tensors[name].shape) != shape]
+        wrong += [name for name in tensors if name not in known]
+        if wrong:
             raise StateError(
-                f"{what} does not fit this adapter: {', '.join(wrong[:4]) or 'rng'} missing or of another shape."
+                f"{what} does not fit this adapter: {', '.join(wrong[:4])} missing, unknown or of another shape."
             )
-
-    def _check_wrapped(self) -> None:
-        if self._unwrapped:
-            raise StateError("This adapter was unwrapped; wrap the model again with acclimate.adapt().")
 
     # ---- torch.nn.Module --------------------------------------------------------------------------------------
 
@@ -415,7 +417,7 @@ class Adapter(nn.Module):
     def __setstate__(self, values: dict[str, Any]) -> None:
         super().__setstate__(values)
         self._lock = threading.RLock()
-        _WRAPPED.add(self.model)
+        WRAPPED.add(self.model)
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.engine.parameters)
@@ -424,79 +426,7 @@ class Adapter(nn.Module):
         return f"Adapter({self.method!r} on {model}; {count:,} parameters adapt; {where})"
 
 
-def adapt(
-    model: nn.Module,
-    method: str | type[Method] = "dct",
-    *,
-    classes: Sequence[int] | Tensor | None = None,
-    predict: str = "before",
-    guard: Guard | Literal["default"] | None = "default",
-    micro_batch: int | None = None,
-    precision: str = "float32",
-    compile: bool | str = False,
-    seed: int = 0,
-    **options: Any,
-) -> Adapter:
-    """Wrap a vision transformer so that it adapts while it predicts.
-
-    Args:
-        model: A timm `VisionTransformer`, transformers `ViTForImageClassification` or torchvision `VisionTransformer`.
-        method: Name of a method (`acclimate.list_methods()` lists them), or a class.
-        classes: Indices of the head's classes that exist in the target domain (or a boolean mask over them). The others are
-            dropped before any softmax, and the logits have one column for each of these.
-        predict: Logits from "before" this batch's update, as the papers' code scores them, or "after" it (one more pass).
-        guard: Watches for collapse; None turns it off.
-        micro_batch: Samples per pass; by default up to 4 on a CPU, 32 elsewhere. It changes cost, not results.
-        precision: "float32", or autocast to "bfloat16" or "float16".
-        compile: `torch.compile` the forward pass; a string names the backend.
-        seed: Of everything random in the method.
-        **options: The method's own options; `acclimate methods dct` on the command line explains them.
-
-    Example:
-        >>> model = acclimate.adapt(timm.create_model("vit_base_patch16_224.augreg_in21k_ft_in1k", pretrained=True), "dct")
-        >>> for images in stream:
-        ...     logits = model(images)
-    """
-    return Adapter(
-        model,
-        create(method, options),
-        classes=classes,
-        predict=predict,
-        guard=guard,
-        micro_batch=micro_batch,
-        precision=precision,
-        compile=compile,
-        seed=seed,
-    )
-
-
-def load(path: str | PathLike[str], model: nn.Module) -> Adapter:
-    """Wrap a fresh copy of the source model and continue from a state file as if the run had never stopped.
-
-    Method, options and random state come from the file. If the file is damaged, or of another model, a `StateError` says so
-    and `model` is as before.
-    """
-    _, header = state.read(path)
-    if isinstance(model, Adapter) or model in _WRAPPED:
-        raise ModelError("This model is wrapped already; use its adapter's load(), or pass the plain source model.")
-    view(model)
-    _check_model(path, header, model, fingerprint(model.state_dict()))
-    options = dict(header["options"])
-    if options["guard"] is not None:
-        options["guard"] = Guard(**options["guard"])
-    try:
-        adapter = adapt(model, header["method"], **options, **header["config"])
-    except ConfigError as error:
-        raise StateError(f"{path} was written by a method that is not known here: {error}") from error
-    try:
-        adapter.load(path)
-    except AcclimateError:
-        adapter.unwrap()
-        raise
-    return adapter
-
-
-def _check_model(path: str | PathLike[str], header: Mapping[str, Any], model: nn.Module, mine: Mapping[str, str]) -> None:
+def check_model(path: str | PathLike[str], header: Mapping[str, Any], model: nn.Module, mine: Mapping[str, str]) -> None:
     theirs = header["model"]
     for what, hint in (("architecture", "another architecture"), ("weights", "the same architecture with other weights")):
         if theirs[what] != mine[what]:
@@ -509,21 +439,3 @@ def _check_model(path: str | PathLike[str], header: Mapping[str, Any], model: nn
 def _plain(value: Any) -> Any:
     """As it comes back from JSON."""
     return list(value) if isinstance(value, tuple) else value
-
-
-def _columns(classes: Sequence[int] | Tensor | None, count: int) -> list[int] | None:
-    """Validated column indices of the head."""
-    if classes is None:
-        return None
-    chosen = torch.as_tensor(classes)
-    if chosen.dtype == torch.bool and chosen.shape == (count,):
-        chosen = chosen.nonzero().flatten()
-    columns: list[int] = chosen.tolist() if chosen.ndim == 1 and not chosen.is_floating_point() else []
-    if (
-        chosen.dtype == torch.bool
-        or not columns
-        or len(set(columns)) < len(columns)
-        or not all(0 <= c < count for c in columns)
-    ):
-        raise ConfigError(f"classes: give distinct indices from 0 to {count - 1}, or a boolean mask of length {count}.")
-    return columns

@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .adapter import Adapter, adapt, load
+from .adapter import Adapter
 from .errors import ConformanceError, InputError
 from .method import Method, find
 from .vit import view
+from .wrap import adapt, load
 
 SIZE, PATCH, WIDTH, DEPTH, HEADS, CLASSES = 32, 8, 32, 4, 2, 10
 

@@ -2,8 +2,9 @@
 
 In a LayerNorm model samples do not see each other, so the gradient of a mean over the samples that a method keeps is a sum
 over micro-batches, divided once at the end. That gives the numbers of the whole-batch form for the memory of one
-micro-batch. On a CPU the micro-batches are spread over one worker thread per core: several small matrix products side by
-side are faster than one product split over the cores.
+micro-batch. A sample that the method rejects is not passed backward, unless it shares a micro-batch with so many kept ones
+that leaving it out would cost more. On a CPU the micro-batches are spread over worker threads: several small matrix products
+side by side are faster than one product split over the cores.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ T = TypeVar("T")
 Objective = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Logits (batch, classes) to a loss per sample and a mask of the samples to learn from, each sample on its own."""
 
+MOST_WORKERS = 4  # each holds one micro-batch and one gradient
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -61,7 +63,8 @@ class Engine:
     Args:
         vit: The model.
         parameters: What adapts, by name.
-        classes: Columns of the head that exist in the target domain; the others are dropped before any softmax.
+        classes: Columns of the head that exist in the target domain (indices, or a mask); the others are dropped before any
+            softmax.
         micro_batch: Samples per pass. Default: 32; on a CPU 4, or 1 while a method rejects many samples, so that these cost
             no backward pass. If the samples of a batch interact, it is passed whole whatever is said here.
         precision: "float32", or autocast to "bfloat16" or "float16" (the latter with loss scaling).
@@ -74,7 +77,7 @@ class Engine:
         vit: ViT,
         parameters: dict[str, nn.Parameter],
         *,
-        classes: Sequence[int] | None = None,
+        classes: Sequence[int] | Tensor | None = None,
         micro_batch: int | None = None,
         precision: str = "float32",
         compile: bool | str = False,
@@ -82,25 +85,37 @@ class Engine:
     ) -> None:
         if precision not in PRECISIONS:
             raise ConfigError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}.")
-        if micro_batch is not None and micro_batch < 1:
-            raise ConfigError(f"micro_batch={micro_batch}: at least one sample has to pass.")
+        if micro_batch is not None and (not isinstance(micro_batch, int) or micro_batch < 1):
+            raise ConfigError(f"micro_batch={micro_batch!r}: give a whole number of samples, at least 1.")
         self.vit = vit
         self.named = parameters
         self.parameters: list[Tensor] = list(parameters.values())
         self.source = [p.detach().clone() for p in self.parameters]
         self._source_norm = float(global_norm(self.source)) if self.source else 0.0
         self._gradient_norm = 0.0
-        self.classes = None if classes is None else torch.tensor(list(classes))
+        self.classes = None if classes is None else _columns(classes, vit.classes)
         self.rng = rng
         self.optimizer: torch.optim.Optimizer | None = None
         self.loss_scale = torch.tensor(2.0**14 if precision == "float16" else 1.0)
         self.kept_share = torch.tensor(0.0)  # of the last batch's samples; the adapter notes it after each step
         self._micro_batch = micro_batch
         self._dtype = PRECISIONS[precision]
-        self._whole = samples_interact(vit.model)
-        self._compiled = bool(compile)
-        backend = compile if isinstance(compile, str) else "inductor"
-        self._logits = torch.compile(vit.logits, backend=backend) if compile else vit.logits
+        self.whole = samples_interact(vit.model)  # batches are not cut
+        self._compile = compile
+        self._logits = self._compiled()
+
+    def _compiled(self) -> Callable[[Tensor], Tensor]:
+        if not self._compile:
+            return self.vit.logits
+        return torch.compile(self.vit.logits, backend=self._compile if isinstance(self._compile, str) else "inductor")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_logits"}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        """A copy must not run the compiled function of the original."""
+        self.__dict__.update(values)
+        self._logits = self._compiled()
 
     @property
     def num_classes(self) -> int:
@@ -110,10 +125,11 @@ class Engine:
 
     def forward(self, images: Tensor) -> Tensor:
         """One pass, differentiable if gradients are enabled: logits of the target's classes, at least in float32."""
-        with torch.autocast(self.vit.device.type, self._dtype, enabled=self._dtype is not None):
+        # no cache of casted weights: inside a caller's own autocast it would outlive the update of a weight
+        with torch.autocast(self.vit.device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False):
             logits = self._logits(images)
         logits = logits if logits.dtype is torch.float64 else logits.float()
-        return logits if self.classes is None else logits[:, self.classes.to(logits.device)]
+        return logits if self.classes is None else logits[:, self.classes]
 
     def predict(self, images: Tensor) -> Tensor:
         """Logits, and nothing else."""
@@ -133,7 +149,7 @@ class Engine:
             selective: Say that many may be rejected. It changes the cost, not the result.
 
         Raises:
-            NonFiniteError: if that gradient is not finite. Nothing has been changed.
+            NonFiniteError: if that gradient, or a logit, is not finite. Nothing has been changed but float16's loss scale.
         """
 
         @torch.enable_grad()
@@ -150,6 +166,8 @@ class Engine:
         results = self._spread(work, images, selective)
         seen = [sweep for sweeps, _ in results for sweep in sweeps]
         sweep = Sweep(*(torch.cat([getattr(s, name) for s in seen]) for name in ("logits", "losses", "kept")))
+        if not sweep.logits.isfinite().all():
+            raise NonFiniteError("the logits of this batch are not finite; no update was applied.")
         totals = [total for _, total in results if total is not None]
         self._set_gradient(totals, sweep.used)
         return sweep
@@ -161,7 +179,7 @@ class Engine:
         sweep = Sweep(logits.detach(), losses.detach(), kept)
         if not sweep.used:
             return sweep, None
-        if 2 * sweep.used < len(images) and not self._whole:
+        if 2 * sweep.used < len(images) and not self.whole:
             # a backward pass through everybody would cost more than a fresh pass of the few
             logits = losses = torch.empty(0)  # frees the large graph first
             return sweep, objective(self.forward(images[kept]))[0].sum()
@@ -186,8 +204,10 @@ class Engine:
         self._gradient_norm = float(global_norm(total))
         if not math.isfinite(self._gradient_norm):
             if self._dtype is torch.float16:
-                self.loss_scale /= 2
+                self.loss_scale.div_(2).clamp_(min=1)
             raise NonFiniteError("the gradient of this batch is not finite; no update was applied.")
+        if self._dtype is torch.float16:
+            self.loss_scale.mul_(1.002).clamp_(max=2.0**16)  # doubles in some 350 sweeps
         for p, gradient in zip(self.parameters, total):
             p.grad = gradient
 
@@ -195,10 +215,10 @@ class Engine:
         """Cut a batch into micro-batches and give each worker a contiguous run of them, so that sums have one order."""
         on_cpu = images.device.type == "cpu"
         reject = selective and float(self.kept_share) < 0.75
-        size = len(images) if self._whole else self._micro_batch or ((1 if reject else 4) if on_cpu else 32)
+        size = len(images) if self.whole else self._micro_batch or ((1 if reject else 4) if on_cpu else 32)
         parts = images.split(size)
         threads = torch.get_num_threads()
-        workers = min(len(parts), threads) if on_cpu and not self._compiled else 1
+        workers = min(len(parts), threads, MOST_WORKERS) if on_cpu and not self._compile else 1
         if workers == 1:
             return [work(parts)]
         bounds = [round(i * len(parts) / workers) for i in range(workers + 1)]
@@ -254,10 +274,26 @@ class Engine:
             torch._foreach_copy_(self.parameters, values)
 
     def drift(self) -> float:
-        """Distance of the adapted parameters from their source values, relative to the length of the latter."""
+        """Distance of the adapted parameters from their source values, relative to the latter's length (at least 1)."""
         with torch.no_grad():
             moved = [torch.dist(p, source) for p, source in zip(self.parameters, self.source)]
-        return float(torch.stack(moved).norm()) / (self._source_norm + 1e-12) if moved else 0.0
+        return float(torch.stack(moved).norm()) / max(self._source_norm, 1.0) if moved else 0.0
+
+
+def _columns(classes: Sequence[int] | Tensor, count: int) -> list[int]:
+    """Validated column indices of the head."""
+    chosen = torch.as_tensor(classes)
+    if chosen.dtype == torch.bool and chosen.shape == (count,):
+        chosen = chosen.nonzero().flatten()
+    columns: list[int] = chosen.tolist() if chosen.ndim == 1 and not chosen.is_floating_point() else []
+    if (
+        chosen.dtype == torch.bool
+        or not columns
+        or len(set(columns)) < len(columns)
+        or not all(0 <= c < count for c in columns)
+    ):
+        raise ConfigError(f"classes: give distinct indices from 0 to {count - 1}, or a boolean mask of length {count}.")
+    return columns
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
@@ -265,17 +301,18 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(tensors))).norm()
 
 
-def _compute_on_one_core() -> None:
-    torch.set_num_threads(1)
+def _compute_on(cores: int) -> None:
+    torch.set_num_threads(cores)
     torch.get_num_threads()  # a thread takes over the process's default at its first use of torch: let that be now
 
 
 @lru_cache(maxsize=1)
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Worker threads that compute on one core each, shared by all adapters of the process."""
-    pool = ThreadPoolExecutor(threads, "acclimate", initializer=_compute_on_one_core)
-    everybody = threading.Barrier(threads)
-    for started in [pool.submit(everybody.wait) for _ in range(threads)]:
+    """Worker threads that share the cores between them, and are shared by all adapters of the process."""
+    workers = min(threads, MOST_WORKERS)
+    pool = ThreadPoolExecutor(workers, "acclimate", initializer=_compute_on, initargs=(threads // workers,))
+    everybody = threading.Barrier(workers)
+    for started in [pool.submit(everybody.wait) for _ in range(workers)]:
         started.result()
     torch.set_num_threads(threads)  # what a worker sets would otherwise be the default of every thread started later
     return pool

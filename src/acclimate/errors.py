@@ -1,5 +1,9 @@
 """Every error that acclimate raises on purpose, so that a caller can catch one kind and let the rest through."""
 
+from __future__ import annotations
+
+import math
+
 
 class AcclimateError(Exception):
     """Base of all errors of this library."""
@@ -27,3 +31,13 @@ class NonFiniteError(AcclimateError, ArithmeticError):
 
 class ConformanceError(AcclimateError, AssertionError):
     """A method does not keep the contract that `acclimate.check_method` verifies."""
+
+
+def require_between(low: float, high: float, *, optional: bool = False, **options: float | None) -> None:
+    """Refuse an option outside of its range; where None stands for a default, it is `optional`."""
+    for name, value in options.items():
+        if value is None and optional:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            limits = f"a number of {low} or more" if math.isinf(high) else f"a number from {low} to {high}"
+            raise ConfigError(f"{name}={value!r}: give {limits}.")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .engine import entropy
-from .errors import ConfigError
+from .errors import ConfigError, require_between
 
 ENOUGH_ANSWERS = 32  # samples the source model is asked about before a verdict
 
@@ -22,13 +22,15 @@ ENOUGH_ANSWERS = 32  # samples the source model is asked about before a verdict
 class Guard(nn.Module):
     """Limits of a healthy run, and what to do when one is passed.
 
-    A gradient that is not finite is never applied: that step is skipped. A collapse, or a drift beyond its limit, brings
-    back the last good snapshot ("rollback") or stops adaptation until `reset` or `rollback` is called ("freeze").
+    Logits or a gradient that are not finite are never learned from: that step is skipped. A collapse, or a drift beyond its
+    limit, brings back the last good snapshot, or the source if there is none yet; then the run goes on ("rollback") or
+    adaptation stops until `reset` or `rollback` is called ("freeze").
 
     Args:
         window: How many of the latest predictions are looked at.
-        dominance: Share of the window on one class from which the run is suspect.
-        floor: Mean entropy of the window, as a share of ln C, below which the run is suspect.
+        diversity: Effective number of classes among them (the exponential of their entropy), as a share of all classes, up
+            to which the run is suspect; with less than 200 classes, two are suspect.
+        floor: Mean entropy of the predictions, as a share of ln C, below which the run is suspect.
         agreement: Share of a suspect run's predictions that the source model has to share, or else it has collapsed.
         drift: Largest distance from the source parameters, relative to their length.
         action: "rollback" or "freeze".
@@ -38,25 +40,28 @@ class Guard(nn.Module):
         self,
         *,
         window: int = 512,
-        dominance: float = 0.9,
+        diversity: float = 0.01,
         floor: float = 0.002,
-        agreement: float = 0.5,
+        agreement: float = 0.2,
         drift: float = 3.0,
         action: str = "rollback",
     ) -> None:
         super().__init__()
         if action not in ("rollback", "freeze"):
-            raise ConfigError(f'Guard(action={action!r}): choose "rollback" or "freeze".')
+            raise ConfigError(f'action={action!r}: choose "rollback" or "freeze".')
+        require_between(1, math.inf, window=window)
+        require_between(0, 1, diversity=diversity, floor=floor, agreement=agreement)
+        require_between(0, math.inf, drift=drift)
         self.config: dict[str, Any] = {
             "window": window,
-            "dominance": dominance,
+            "diversity": diversity,
             "floor": floor,
             "agreement": agreement,
             "drift": drift,
             "action": action,
         }
         self.window = window
-        self.dominance = dominance
+        self.diversity = diversity
         self.floor = floor
         self.agreement = agreement
         self.drift = drift
@@ -83,15 +88,22 @@ class Guard(nn.Module):
         self.seen += len(latest)
         self.since_good += len(latest)
 
-    def largest_share(self) -> float:
-        """Share of the window on its most frequent class."""
-        return float(self.predictions.bincount().max()) / self.window
+    def effective_classes(self, newest: int | None = None) -> float:
+        """How many classes the window, or its newest part, would be spread over if all were equally frequent."""
+        count = newest or self.window
+        where = (int(self.seen) - 1 - torch.arange(count, device=self.predictions.device)) % self.window
+        share = self.predictions[where].bincount().float() / count
+        return float((-torch.xlogy(share, share).sum()).exp())
+
+    def few(self, num_classes: int) -> float:
+        """So few effective classes are suspect; of two or three classes in all, one is."""
+        return min(max(2.0, self.diversity * num_classes), 1 + 0.2 * (num_classes - 1))
 
     def suspects(self, num_classes: int) -> bool:
         if int(self.seen) < self.window:
             return False
         low = float(self.entropies.mean()) < self.floor * math.log(num_classes)
-        return low or self.largest_share() >= self.dominance
+        return low or self.effective_classes() <= self.few(num_classes)
 
     def collapsed(self, agrees: Tensor) -> bool:
         """Add the source model's answers about a suspect batch; True when they convict, and the case starts afresh."""
@@ -109,8 +121,12 @@ class Guard(nn.Module):
             counter.zero_()
 
     def good(self, num_classes: int) -> bool:
-        """Whether a window has passed since the last good snapshot, and the latest one is well spread over the classes."""
-        if int(self.since_good) < self.window or self.largest_share() > (self.dominance + 1 / num_classes) / 2:
+        """Whether a window has passed since the last good snapshot, well spread over the classes to its very end."""
+        if int(self.since_good) < self.window:
+            return False
+        few = self.few(num_classes)
+        enough = min(2 * few, (few + num_classes) / 2)
+        if min(self.effective_classes(), self.effective_classes(max(1, self.window // 4))) < enough:
             return False
         self.since_good.zero_()
         return True

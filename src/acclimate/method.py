@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -84,6 +85,10 @@ def register(name: str) -> Callable[[M], M]:
 
     def decorate(cls: M) -> M:
         _load_built_in()
+        signature = inspect.signature(cls.__init__)
+        loose = [n for n, p in signature.parameters.items() if n != "self" and p.kind is not p.KEYWORD_ONLY]
+        if loose and cls.__init__ is not Method.__init__:
+            raise ConfigError(f"{cls.__name__}.__init__ must take its options by keyword only: put a * before {loose[0]}.")
         known = _REGISTRY.get(name)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ConfigError(f"A method named {name!r} is registered already: {known.__module__}.{known.__qualname__}.")
@@ -122,17 +127,28 @@ def create(method: str | type[Method], options: Mapping[str, Any]) -> Method:
     return cls(**options)
 
 
+def is_registered(method: Method) -> bool:
+    """Whether the method's name leads back to its class; a subclass does not inherit its parent's place."""
+    return _REGISTRY.get(method.name) is type(method)
+
+
 def _nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-_loading = False
+_loading = threading.RLock()
+_loaded = False
 
 
 def _load_built_in() -> None:
-    global _loading
-    if not _loading:
-        _loading = True  # the built-in methods register themselves, which ends up here again
-        for name in _BUILT_IN:
-            import_module(f".methods.{name}", __package__)
+    global _loaded
+    with _loading:
+        if not _loaded:
+            _loaded = True  # the built-in methods register themselves, which ends up here again
+            try:
+                for name in _BUILT_IN:
+                    import_module(f".methods.{name}", __package__)
+            except BaseException:
+                _loaded = False
+                raise

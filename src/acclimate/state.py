@@ -35,6 +35,9 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: M
     try:
         os.close(descriptor)
         save_file(tensors, temporary, metadata)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)  # a temporary file is private; a saved one is like any other
         _sync(temporary)
         os.replace(temporary, path)
     except BaseException as error:

@@ -1,22 +1,22 @@
 """One structural view of a vision transformer, whoever wrote it.
 
-Methods choose what to adapt from this view (`vit.blocks[:9]`, `vit.norms`), never by matching parameter names. A family
-(timm, Hugging Face, torchvision) is one function that finds the parts and one class that opens its attention.
+Methods choose what to adapt from this view (`vit.blocks[:9]`, `vit.norms`), never by matching parameter names. What is
+special about timm, Hugging Face and torchvision is in `_families.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .errors import ModelError
+from .errors import InputError, ModelError
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
 
@@ -79,63 +79,6 @@ class OpenAttention(nn.Module):
     def _split(self, x: Tensor) -> Tensor:
         """(batch, tokens, width) to (batch, heads, tokens, head width)."""
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-
-
-class _FusedAttention(OpenAttention):
-    """Families that keep the three projections in one (3 width, width) matrix."""
-
-    def fused(self) -> tuple[Tensor, Tensor | None]:
-        raise NotImplementedError
-
-    def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = F.linear(tokens, *self.fused()).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
-        return q, k, v
-
-    def projections(self) -> list[tuple[Tensor, Tensor | None]]:
-        weight, bias = self.fused()
-        return list(zip(weight.chunk(3), (None, None, None) if bias is None else bias.chunk(3)))
-
-
-class _TimmAttention(_FusedAttention):
-    def fused(self) -> tuple[Tensor, Tensor | None]:
-        inner: Any = self.inner
-        return inner.qkv.weight, inner.qkv.bias
-
-    def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        inner: Any = self.inner
-        q, k, v = super().project(tokens)
-        return inner.q_norm(q), inner.k_norm(k), v
-
-    def merge(self, heads: Tensor, tokens: Tensor) -> Tensor:
-        inner: Any = self.inner
-        out = inner.norm(heads.transpose(1, 2).flatten(2))
-        if getattr(inner, "gate", None) is not None:
-            out = out * inner.gate(tokens).sigmoid()
-        return inner.proj(out)
-
-
-class _HuggingFaceAttention(OpenAttention):
-    def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (self._split(F.linear(tokens, weight, bias)) for weight, bias in self.projections())
-        return q, k, v
-
-    def projections(self) -> list[tuple[Tensor, Tensor | None]]:
-        inner: Any = self.inner
-        return [(p.weight, p.bias) for p in (inner.q_proj, inner.k_proj, inner.v_proj)]
-
-    def merge(self, heads: Tensor, tokens: Tensor) -> tuple[Tensor, None]:
-        inner: Any = self.inner
-        return inner.o_proj(heads.transpose(1, 2).flatten(2)), None
-
-
-class _TorchvisionAttention(_FusedAttention):
-    def fused(self) -> tuple[Tensor, Tensor | None]:
-        inner: Any = self.inner
-        return inner.in_proj_weight, inner.in_proj_bias
-
-    def merge(self, heads: Tensor, tokens: Tensor) -> tuple[Tensor, None]:
-        inner: Any = self.inner
-        return inner.out_proj(heads.transpose(1, 2).flatten(2)), None
 
 
 class _ClassTokenBlock(nn.Module):
@@ -223,9 +166,40 @@ class ViT:
     def dtype(self) -> torch.dtype:
         return self.head.weight.dtype
 
+    @property
+    def version(self) -> dict[str, str]:
+        """Of the library that the model comes from."""
+        package = {"hf": "transformers"}.get(self.family, self.family)
+        return {package: metadata.version(package)}
+
     def logits(self, images: Tensor) -> Tensor:
         out = self.model(images)
         return getattr(out, "logits", out)  # Hugging Face wraps them in an output object
+
+    def check(self, images: Tensor) -> Tensor:
+        """The images on the model's device and in its type, or an `InputError` that says what is wrong with them."""
+        if not isinstance(images, Tensor):
+            raise InputError(f"Images must be a torch.Tensor, not {type(images).__name__}.")
+        shape = tuple(images.shape)
+        size = self.image_size or ("height", "width")
+        expected = f"(batch, {self.channels}, {size[0]}, {size[1]})"
+        if images.ndim != 4:
+            hint = " Add the batch dimension with images[None]." if images.ndim == 3 else ""
+            raise InputError(f"Expected images of shape {expected}, got {shape}.{hint}")
+        if not len(images):
+            raise InputError(f"The batch is empty: shape {shape}. Pass at least one image.")
+        if shape[1] != self.channels or (self.image_size is not None and shape[2:] != self.image_size):
+            raise InputError(f"Expected images of shape {expected}, got {shape}. Resize, crop or convert them first.")
+        if not images.is_floating_point():
+            raise InputError(
+                f"Images have the integer type {images.dtype}: convert them to float and normalise as the model expects."
+            )
+        images = images.detach().to(self.device, self.dtype, non_blocking=True)
+        finite = images.isfinite().flatten(1).all(1)
+        if not finite.all():
+            bad = (~finite).nonzero().flatten().tolist()
+            raise InputError(f"NaN or Inf in image {', '.join(map(str, bad[:8]))} of the batch: remove or repair it.")
+        return images.clone() if images.is_inference() else images
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """What enters the head, (batch, width), and the logits that come out of it."""
@@ -273,9 +247,11 @@ def samples_interact(model: nn.Module) -> bool:
     )
 
 
-def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Digests of an architecture (names, shapes, types) and of its weights, equal on every device."""
-    architecture, weights = hashlib.sha256(), hashlib.sha256()
+def fingerprint(vit: ViT, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Digests of an architecture (names, shapes and what these do not show) and of its weights, equal on every device."""
+    unseen = [vit.family, vit.image_size, vit.class_token_suffices, [block.heads for block in vit.blocks]]
+    unseen += [getattr(norm, "eps", None) for norm in vit.norms]
+    architecture, weights = hashlib.sha256(f"{unseen}\n".encode()), hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
         architecture.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
@@ -287,12 +263,14 @@ def view(model: nn.Module) -> ViT:
     """The structural view of `model`, or a `ModelError` that says what is missing."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"adapt() takes a torch.nn.Module, not {type(model).__name__}.")
-    for family in (_timm, _hugging_face, _torchvision):
+    from ._families import FAMILIES
+
+    for family in FAMILIES:
         found = family(model)
         if found is not None:
-            _require(model, len(found.blocks) > 0, "it has no transformer blocks")
-            _require(model, isinstance(found.head, nn.Linear), "its head is not a linear layer (num_classes=0?)")
-            _require(model, not any(p.is_inference() for p in model.parameters()), "it was built in inference mode")
+            require(model, len(found.blocks) > 0, "it has no transformer blocks")
+            require(model, isinstance(found.head, nn.Linear), "its head is not a linear layer (num_classes=0?)")
+            require(model, not any(p.is_inference() for p in model.parameters()), "it was built in inference mode")
             return found
     raise ModelError(
         f"{_name(model)} is not a vision transformer that acclimate understands: no class token and blocks with "
@@ -305,99 +283,7 @@ def _name(model: nn.Module) -> str:
     return f"{type(model).__module__.split('.')[0]} {type(model).__name__}"
 
 
-def _require(model: nn.Module, condition: bool, what: str) -> None:
+def require(model: nn.Module, condition: bool, what: str) -> None:
+    """Raise the error of a model that cannot be adapted."""
     if not condition:
         raise ModelError(f"{_name(model)} cannot be adapted: {what}.")
-
-
-def _timm(model: Any) -> ViT | None:
-    from timm.models.vision_transformer import Attention, VisionTransformer
-    from timm.models.vision_transformer import Block as TimmBlock
-
-    if not isinstance(model, VisionTransformer):
-        return None
-    _require(model, model.cls_token is not None, "it has no class token, which domain conditioners are made from")
-    _require(model, not hasattr(model, "head_dist"), "its head reads a distillation token beside the class token")
-
-    def blocks() -> Iterator[Block]:
-        for i, b in enumerate(model.blocks):
-            _require(model, type(b) is TimmBlock, f"block {i} is a {type(b).__name__}, not a plain Block")
-            _require(model, type(b.attn) is Attention, f"the attention of block {i}, {type(b.attn).__name__}, is unknown")
-            yield Block(b, "attn", _TimmAttention, b.attn.num_heads, b.norm1, b.norm2, b.mlp, b.ls1, b.ls2)
-
-    # a norm on queries or keys stands between the projection and the product that the short cut exchanges
-    plain = all(isinstance(b.attn.q_norm, nn.Identity) and isinstance(b.attn.k_norm, nn.Identity) for b in model.blocks)
-    fixed = getattr(model.patch_embed, "strict_img_size", True) and not model.dynamic_img_size
-    return ViT(
-        model=model,
-        family="timm",
-        blocks=list(blocks()),
-        head=model.head,
-        width=model.embed_dim,
-        channels=model.in_chans,
-        image_size=tuple(model.patch_embed.img_size) if fixed else None,
-        class_token_suffices=plain and model.global_pool == "token",
-        _blocks=model.blocks,
-    )
-
-
-def _hugging_face(model: Any) -> ViT | None:
-    # whoever holds such a model has imported its module: no need to import it for everybody else
-    module = sys.modules.get("transformers.models.vit.modeling_vit")
-    if module is None or not isinstance(model, module.ViTForImageClassification):
-        return None
-    _require(model, hasattr(model.vit, "layers"), "its layout is that of transformers before 5.10; upgrade transformers")
-    layers = model.vit.layers
-
-    def blocks() -> Iterator[Block]:
-        for i, b in enumerate(layers):
-            kind = type(b.attention)
-            _require(model, kind is module.ViTAttention, f"the attention of layer {i}, {kind.__name__}, is unknown")
-            yield Block(
-                b,
-                "attention",
-                _HuggingFaceAttention,
-                b.attention.num_attention_heads,
-                b.layernorm_before,
-                b.layernorm_after,
-                b.mlp,
-            )
-
-    return ViT(
-        model=model,
-        family="hf",
-        blocks=list(blocks()),
-        head=model.classifier,
-        width=model.config.hidden_size,
-        channels=model.config.num_channels,
-        image_size=tuple(model.vit.embeddings.image_size),
-        class_token_suffices=True,
-        _blocks=layers,
-    )
-
-
-def _torchvision(model: Any) -> ViT | None:
-    module = sys.modules.get("torchvision.models.vision_transformer")
-    if module is None or not isinstance(model, module.VisionTransformer):
-        return None
-
-    def blocks() -> Iterator[Block]:
-        for i, b in enumerate(model.encoder.layers):
-            attention = b.self_attention
-            plain = type(attention) is nn.MultiheadAttention and attention.in_proj_weight is not None
-            _require(model, plain and attention.bias_k is None and not attention.add_zero_attn,
-                     f"the attention of layer {i} is not a plain MultiheadAttention")  # fmt: skip
-            yield Block(b, "self_attention", _TorchvisionAttention, attention.num_heads, b.ln_1, b.ln_2, b.mlp)
-
-    conv = next((m for m in model.conv_proj.modules() if isinstance(m, nn.Conv2d)), None)
-    return ViT(
-        model=model,
-        family="torchvision",
-        blocks=list(blocks()),
-        head=model.heads[-1],
-        width=model.hidden_dim,
-        channels=conv.in_channels if conv is not None else 3,
-        image_size=(model.image_size, model.image_size),
-        class_token_suffices=True,
-        _blocks=model.encoder.layers,
-    )

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, require_between
 from ..method import register
 from ..vit import ViT
 from .sar import SAR, leading_blocks
@@ -128,11 +128,14 @@ class DCT(SAR):
             batch_size=batch_size,
             reference=reference,
         )
+        require_between(0, math.inf, optional=True, lr_generator=lr_generator)
         self.lr_generator = lr_generator
         self.conditioners = "".join(conditioners)
         self.generator = generator
         self.init = init
-        if not self.conditioners or any(part not in "qkv" for part in self.conditioners):
+        if not self.conditioners or any(
+            self.conditioners.count(part) > 1 or part not in "qkv" for part in self.conditioners
+        ):
             raise ConfigError(f'conditioners={conditioners!r}: choose from "q", "k" and "v".')
         if init not in ("default", "zero"):
             raise ConfigError(f'init={init!r}: choose "default" or "zero".')

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import Engine, entropy
-from ..errors import ConfigError
+from ..errors import ConfigError, require_between
 from ..method import Method, Step, register, scaled_lr
 from ..vit import ViT, parameters_of
 
@@ -65,13 +65,17 @@ class SAR(Method):
         reference: bool = False,
     ) -> None:
         super().__init__()
+        require_between(0, math.inf, optional=True, lr=lr, margin=margin)
+        require_between(1, math.inf, optional=True, batch_size=batch_size)
+        require_between(0, math.inf, rho=rho, recovery=recovery)
+        require_between(0, 1, momentum=momentum, decay=decay)
         self.lr = lr
         self.margin = margin
         self.rho = rho
         self.momentum = momentum
         self.recovery = recovery
         self.decay = decay
-        self.blocks = blocks if blocks is None or isinstance(blocks, int) else tuple(blocks)
+        self.blocks = blocks if blocks is None or isinstance(blocks, int) else tuple(int(i) for i in blocks)
         self.batch_size = batch_size
         self.reference = reference
         self.average: Tensor
@@ -80,11 +84,9 @@ class SAR(Method):
     def adapted_blocks(self, depth: int) -> list[int]:
         """Indices of the blocks whose parameters adapt."""
         if self.blocks is None:
-            skip = REFERENCE_SKIP if self.reference else ()
-            return [i for i in leading_blocks(depth) if i not in skip]
+            return [i for i in range(depth) if i not in REFERENCE_SKIP] if self.reference else list(leading_blocks(depth))
         chosen = range(self.blocks) if isinstance(self.blocks, int) else self.blocks
-        outside = [i for i in chosen if not 0 <= i < depth]
-        if outside or not chosen:
+        if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= i < depth for i in chosen):
             raise ConfigError(f"blocks={self.blocks!r}: choose from the {depth} blocks of this model, 0 to {depth - 1}.")
         return list(chosen)
 
@@ -110,11 +112,18 @@ class SAR(Method):
             h = entropy(logits)
             return h, h.detach() < margin
 
+        def still_reliable_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
+            h, reliable = reliable_entropy(logits)
+            return h, reliable & first.kept
+
         first = engine.gradient(images, reliable_entropy, selective=True)
         used, loss = 0, None
         if first.used:
             with engine.perturbed(self.rho):
-                second = engine.gradient(images[first.kept], reliable_entropy)
+                if engine.whole:  # the rejected samples have a part in what the others look like
+                    second = engine.gradient(images, still_reliable_entropy)
+                else:
+                    second = engine.gradient(images[first.kept], reliable_entropy)
             if second.used:
                 used, loss = second.used, second.loss
                 average = float(self.average)

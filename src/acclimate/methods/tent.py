@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
 from ..engine import Engine, entropy
+from ..errors import require_between
 from ..method import Method, Step, register, scaled_lr
 from ..vit import ViT, parameters_of
 
@@ -37,6 +39,9 @@ class Tent(Method):
         reference: bool = False,
     ) -> None:
         super().__init__()
+        require_between(0, math.inf, optional=True, lr=lr)
+        require_between(1, math.inf, optional=True, batch_size=batch_size)
+        require_between(0, 1, momentum=momentum)
         self.lr = lr
         self.momentum = momentum
         self.batch_size = batch_size
