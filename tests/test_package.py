@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 import acclimate
 from acclimate import cli
 from acclimate.check import tiny_vit
+
+README = Path(__file__).parents[1] / "README.md"
 
 
 def modules_after(code):
@@ -40,6 +44,26 @@ def test_every_public_name_exists():
         assert getattr(acclimate, name) is not None
     assert len(acclimate.__all__) <= 12
     assert not hasattr(acclimate, "no_such_name")
+
+
+def test_the_method_in_the_readme_conforms():
+    """It ends with check_method, which raises if anything does not hold."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+    code = next(block for block in blocks if 'register("mine")' in block)
+    assert code.rstrip().endswith('acclimate.check_method("mine")')
+    try:
+        exec(code, {})
+    finally:
+        assert acclimate.method._REGISTRY.pop("mine", None) is not None
+
+
+def test_the_calls_in_the_readme_work(tmp_path, batches, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+    code = next(block for block in blocks if "rollback" in block)
+    names = {"acclimate": acclimate, "model": tiny_vit(), "fresh_model": tiny_vit(), "images": batches[0]}
+    exec(code, names)
+    assert torch.equal(names["source"].head.weight, tiny_vit().head.weight)
 
 
 def test_methods_command(capsys):

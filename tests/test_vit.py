@@ -28,6 +28,7 @@ def test_parts(family):
     assert [len(block.norms) for block in vit.blocks] == [2] * DEPTH
     assert len(vit.norms) == 2 * DEPTH + 1
     assert (vit.width, vit.blocks[0].heads, vit.classes, vit.channels, vit.image_size) == (WIDTH, 2, 10, 3, (32, 32))
+    assert vit.tokens == 17
     assert sum(p.numel() for p in parameters_of(vit.norms)) == (2 * DEPTH + 1) * 2 * WIDTH
 
 

@@ -233,7 +233,8 @@ class Adapter(nn.Module):
         steps, batch_size = int(self.steps), int(self.batch_size)
         self._apply_snapshot(self._good or self._initial)
         self.steps.fill_(steps)
-        self._start(batch_size)  # of the stream, which goes on
+        if not int(self.batch_size):
+            self._start(batch_size)  # the stream goes on, and with it its learning rates
         guard.forget()
         guard.stopped.fill_(guard.action == "freeze")
         return f"{'frozen' if guard.action == 'freeze' else 'rolled back'}: {problem}"

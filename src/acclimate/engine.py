@@ -30,6 +30,7 @@ Objective = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Logits (batch, classes) to a loss per sample and a mask of the samples to learn from, each sample on its own."""
 
 MOST_WORKERS = 4  # each holds one micro-batch and one gradient
+TOKENS_AT_ONCE = 2 * 197 * 768  # times width: two images in ViT-B, large enough to be efficient, small enough to be cheap
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -65,8 +66,9 @@ class Engine:
         parameters: What adapts, by name.
         classes: Columns of the head that exist in the target domain (indices, or a mask); the others are dropped before any
             softmax.
-        micro_batch: Samples per pass. Default: 32; on a CPU 4, or 1 while a method rejects many samples, so that these cost
-            no backward pass. If the samples of a batch interact, it is passed whole whatever is said here.
+        micro_batch: Samples per pass. Default: 32; on a CPU 2 for ViT-B, more for smaller models, and half of that while a
+            method rejects many samples, so that these cost no backward pass. If the samples of a batch interact, it is
+            passed whole whatever is said here.
         precision: "float32", or autocast to "bfloat16" or "float16" (the latter with loss scaling).
         compile: `torch.compile` the forward pass; a string names the backend.
         rng: Source of all randomness of a method.
@@ -213,16 +215,26 @@ class Engine:
 
     def _spread(self, work: Callable[[Sequence[Tensor]], T], images: Tensor, selective: bool) -> list[T]:
         """Cut a batch into micro-batches and give each worker a contiguous run of them, so that sums have one order."""
-        on_cpu = images.device.type == "cpu"
-        reject = selective and float(self.kept_share) < 0.75
-        size = len(images) if self.whole else self._micro_batch or ((1 if reject else 4) if on_cpu else 32)
-        parts = images.split(size)
         threads = torch.get_num_threads()
-        workers = min(len(parts), threads, MOST_WORKERS) if on_cpu and not self._compile else 1
+        workers = min(threads, MOST_WORKERS) if images.device.type == "cpu" and not self._compile else 1
+        parts = images.split(self._part_size(images, workers, selective))
+        workers = min(workers, len(parts))
         if workers == 1:
             return [work(parts)]
         bounds = [round(i * len(parts) / workers) for i in range(workers + 1)]
         return list(_pool(threads).map(work, [parts[a:b] for a, b in zip(bounds, bounds[1:])]))
+
+    def _part_size(self, images: Tensor, workers: int, selective: bool) -> int:
+        if self.whole:
+            return len(images)
+        if self._micro_batch is not None:
+            return self._micro_batch
+        if images.device.type != "cpu":
+            return 32
+        size = max(2, round(TOKENS_AT_ONCE / (self.vit.tokens * self.vit.width)))
+        if selective and float(self.kept_share) < 0.75:
+            size //= 2
+        return min(size, math.ceil(len(images) / workers))
 
     # ---- updates ----------------------------------------------------------------------------------------------
 

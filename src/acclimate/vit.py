@@ -144,6 +144,7 @@ class ViT:
     blocks: list[Block]
     head: nn.Linear
     width: int
+    tokens: int  # of an image of the usual size, class token included
     channels: int
     image_size: tuple[int, int] | None  # None: any size the model itself accepts
     class_token_suffices: bool  # for the last block: the head reads no other token, and its attention can be short-cut

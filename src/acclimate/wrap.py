@@ -40,7 +40,7 @@ def adapt(
             dropped before any softmax, and the logits have one column for each of these.
         predict: Logits from "before" this batch's update, as the papers' code scores them, or "after" it (one more pass).
         guard: Watches for collapse; None turns it off.
-        micro_batch: Samples per pass; by default up to 4 on a CPU, 32 elsewhere. It changes cost, not results.
+        micro_batch: Samples per pass; by default 32, on a CPU as many as two of ViT-B. It changes cost, not results.
         precision: "float32", or autocast to "bfloat16" or "float16".
         compile: `torch.compile` the forward pass; a string names the backend.
         seed: Of everything random in the method.
