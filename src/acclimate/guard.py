@@ -7,6 +7,7 @@ adapted model collapsed.
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -52,14 +53,6 @@ class Guard(nn.Module):
         require_between(1, math.inf, window=window)
         require_between(0, 1, diversity=diversity, floor=floor, agreement=agreement)
         require_between(0, math.inf, drift=drift)
-        self.config: dict[str, Any] = {
-            "window": window,
-            "diversity": diversity,
-            "floor": floor,
-            "agreement": agreement,
-            "drift": drift,
-            "action": action,
-        }
         self.window = window
         self.diversity = diversity
         self.floor = floor
@@ -78,6 +71,11 @@ class Guard(nn.Module):
         for counter in ("seen", "asked", "agreed", "since_good"):
             self.register_buffer(counter, torch.tensor(0))
         self.register_buffer("stopped", torch.tensor(False))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The arguments that make an equal guard, with nothing seen yet."""
+        return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def observe(self, logits: Tensor) -> None:
         """Remember the predictions of a batch."""
