@@ -142,17 +142,25 @@ class Engine:
 
         return torch.cat(self._spread(work, images, selective=False))
 
-    def gradient(self, images: Tensor, objective: Objective, *, selective: bool = False) -> Sweep:
+    def gradient(
+        self, images: Tensor, objective: Objective, *, among: Tensor | None = None, selective: bool = False
+    ) -> Sweep:
         """Leave in `.grad` the gradient of the mean objective over the samples that it keeps (None if it keeps none).
 
         Args:
             images: The batch.
             objective: Loss of each sample, and which samples to keep.
+            among: Mask of the samples that may be kept. The others are not passed at all, unless the samples interact.
             selective: Say that many may be rejected. It changes the cost, not the result.
 
         Raises:
             NonFiniteError: if that gradient, or a logit, is not finite. Nothing has been changed but float16's loss scale.
         """
+
+        if among is not None and self.whole:
+            objective = _restricted(objective, among)
+        elif among is not None:
+            images = images[among]
 
         @torch.enable_grad()
         def work(parts: Sequence[Tensor]) -> tuple[list[Sweep], list[Tensor] | None]:
@@ -290,6 +298,16 @@ class Engine:
         with torch.no_grad():
             moved = [torch.dist(p, source) for p, source in zip(self.parameters, self.source)]
         return float(torch.stack(moved).norm()) / max(self._source_norm, 1.0) if moved else 0.0
+
+
+def _restricted(objective: Objective, among: Tensor) -> Objective:
+    """The same losses, but nothing is kept outside of the mask over a whole batch."""
+
+    def restricted(logits: Tensor) -> tuple[Tensor, Tensor]:
+        losses, kept = objective(logits)
+        return losses, kept & among
+
+    return restricted
 
 
 def _columns(classes: Sequence[int] | Tensor, count: int) -> list[int]:

@@ -40,7 +40,8 @@ def adapt(
             dropped before any softmax, and the logits have one column for each of these.
         predict: Logits from "before" this batch's update, as the papers' code scores them, or "after" it (one more pass).
         guard: Watches for collapse; None turns it off.
-        micro_batch: Samples per pass; by default 32, on a CPU as many as two of ViT-B. It changes cost, not results.
+        micro_batch: Samples per pass; by default 32, on a CPU 2 for ViT-B and more for smaller models. It changes the
+            cost, and the result by rounding only.
         precision: "float32", or autocast to "bfloat16" or "float16".
         compile: `torch.compile` the forward pass; a string names the backend.
         seed: Of everything random in the method.
@@ -74,7 +75,8 @@ def load(path: str | PathLike[str], model: nn.Module) -> Adapter:
     tensors, header = state.read(path)
     if isinstance(model, Adapter) or model in WRAPPED:
         raise ModelError("This model is wrapped already; use its adapter's load(), or pass the plain source model.")
-    check_model(path, header, model, fingerprint(view(model), model.state_dict()))
+    mine = fingerprint(view(model), model.state_dict())
+    check_model(path, header, model, mine)
     try:
         options = {**header["options"], **header["config"]}
         if options["guard"] is not None:
@@ -82,6 +84,7 @@ def load(path: str | PathLike[str], model: nn.Module) -> Adapter:
         adapter = adapt(model, header["method"], **options)
     except (ConfigError, KeyError, TypeError) as error:
         raise StateError(f"{path} was written with a method or options that are not known here: {error}") from error
+    adapter._fingerprint = mine  # hashing a large model once is enough
     try:
         adapter.resume(path, tensors, header)
     except BaseException:

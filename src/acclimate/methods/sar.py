@@ -112,18 +112,11 @@ class SAR(Method):
             h = entropy(logits)
             return h, h.detach() < margin
 
-        def still_reliable_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
-            h, reliable = reliable_entropy(logits)
-            return h, reliable & first.kept
-
         first = engine.gradient(images, reliable_entropy, selective=True)
         used, loss = 0, None
         if first.used:
             with engine.perturbed(self.rho):
-                if engine.whole:  # the rejected samples have a part in what the others look like
-                    second = engine.gradient(images, still_reliable_entropy)
-                else:
-                    second = engine.gradient(images[first.kept], reliable_entropy)
+                second = engine.gradient(images, reliable_entropy, among=first.kept)
             if second.used:
                 used, loss = second.used, second.loss
                 average = float(self.average)
