@@ -1,0 +1,218 @@
+"""Corruptions of images: the fifteen of ImageNet-C, and its four extra ones.
+
+    noisy = corrupt(images, "gaussian_noise", severity=5)  # uint8 (N, height, width, 3) in and out
+
+The formulas are those of the package `imagecorruptions` 1.1.2, which brought the ones of Hendrycks and Dietterich (2019)
+to images of any size; `python -m acclimate.replay` checks them against its pictures. Where it departs from the program
+that made ImageNet-C, so do we: motion_blur and snow have a motion blur of their own instead of ImageMagick's, and
+elastic_transform has other constants and no affine part. As in both, glass_blur copies the colour of a neighbour instead
+of exchanging the two, and frost draws from five of its six photographs. Unlike both, the frost is of our own making
+unless a folder with those is given.
+
+With CIFAR-10-C's constants two things are as in its own generator: elastic_transform has an affine part, without which
+its first severity would do nothing (one interpolation does both), and ice is shown at a fifth of its size.
+
+Every image has random numbers of its own, seeded by (seed, corruption, severity, index of the image): what becomes of it
+does not depend on its batch, on the order or on the number of threads.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ConfigError, InputError
+from . import _formulas as formulas
+from ._formulas import Random, Textures
+from ._frost import ice, photographs
+
+Images = npt.NDArray[np.uint8]
+
+FAMILIES = {
+    "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
+    "blur": ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
+    "weather": ("snow", "frost", "fog", "brightness"),
+    "digital": ("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
+}
+CORRUPTIONS = tuple(name for names in FAMILIES.values() for name in names)
+EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
+SEVERITIES = (1, 2, 3, 4, 5)
+
+# What the numbers mean is written at the formulas. Severities 1 to 5.
+CONSTANTS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "imagenet-c": {
+        "gaussian_noise": (0.08, 0.12, 0.18, 0.26, 0.38),
+        "shot_noise": (60, 25, 12, 5, 3),
+        "impulse_noise": (0.03, 0.06, 0.09, 0.17, 0.27),
+        "defocus_blur": ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
+        "glass_blur": ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
+        "motion_blur": ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
+        "zoom_blur": ((1.11, 0.01), (1.16, 0.01), (1.21, 0.02), (1.26, 0.02), (1.31, 0.03)),
+        "snow": (
+            (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
+            (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
+            (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
+            (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
+            (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
+        ),
+        "frost": ((1, 0.4, 1.1), (0.8, 0.6, 1.1), (0.7, 0.7, 1.1), (0.65, 0.7, 1.1), (0.6, 0.75, 1.1)),
+        "fog": ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
+        "brightness": (0.1, 0.2, 0.3, 0.4, 0.5),
+        "contrast": (0.4, 0.3, 0.2, 0.1, 0.05),
+        "elastic_transform": ((0.0625, 0.01, 0), (0.08125, 0.01, 0), (0.10625, 0.01, 0), (0.125, 0.01, 0), (0.15, 0.01, 0)),
+        "pixelate": (0.6, 0.5, 0.4, 0.3, 0.25),
+        "jpeg_compression": (25, 18, 15, 10, 7),
+        "speckle_noise": (0.15, 0.2, 0.35, 0.45, 0.6),
+        "gaussian_blur": (1, 2, 3, 4, 6),
+        "spatter": (
+            (0.65, 0.3, 4, 0.69, 0.6, 0),
+            (0.65, 0.3, 3, 0.68, 0.6, 0),
+            (0.65, 0.3, 2, 0.68, 0.5, 0),
+            (0.65, 0.3, 1, 0.65, 1.5, 1),
+            (0.67, 0.4, 1, 0.65, 1.5, 1),
+        ),
+        "saturate": ((0.3, 0), (0.1, 0), (2, 0), (5, 0.1), (20, 0.2)),
+    },
+    "cifar-10-c": {
+        "gaussian_noise": (0.04, 0.06, 0.08, 0.09, 0.10),
+        "shot_noise": (500, 250, 100, 75, 50),
+        "impulse_noise": (0.01, 0.02, 0.03, 0.05, 0.07),
+        "defocus_blur": ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
+        "glass_blur": ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
+        "motion_blur": ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
+        "zoom_blur": ((1.06, 0.01), (1.11, 0.01), (1.16, 0.01), (1.21, 0.01), (1.26, 0.01)),
+        "snow": (
+            (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
+            (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
+            (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
+            (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
+            (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
+        ),
+        "frost": ((1, 0.2, 0.2), (1, 0.3, 0.2), (0.9, 0.4, 0.2), (0.85, 0.4, 0.2), (0.75, 0.45, 0.2)),
+        "fog": ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
+        "brightness": (0.05, 0.1, 0.15, 0.2, 0.3),
+        "contrast": (0.75, 0.5, 0.4, 0.3, 0.15),
+        "elastic_transform": ((0, 0, 0.08), (0.05, 0.2, 0.07), (0.08, 0.06, 0.06), (0.1, 0.04, 0.05), (0.1, 0.03, 0.03)),
+        "pixelate": (0.95, 0.9, 0.85, 0.75, 0.65),
+        "jpeg_compression": (80, 65, 58, 50, 40),
+        "speckle_noise": (0.06, 0.1, 0.12, 0.16, 0.2),
+        "gaussian_blur": (0.4, 0.6, 0.7, 0.8, 1),
+        "spatter": (
+            (0.62, 0.1, 0.7, 0.7, 0.5, 0),
+            (0.65, 0.1, 0.8, 0.7, 0.5, 0),
+            (0.65, 0.3, 1, 0.69, 0.5, 0),
+            (0.65, 0.1, 0.7, 0.69, 0.6, 1),
+            (0.65, 0.1, 0.5, 0.68, 0.6, 1),
+        ),
+        "saturate": ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),
+    },
+}
+SMALL = 64  # pixels of the shorter side
+CHUNK = 2**18  # values that are worked on at once: they fit a processor's cache
+
+
+def constants_for(height: int, width: int) -> str:
+    """Whose constants suit a size: "cifar-10-c" up to a shorter side of 64 pixels, "imagenet-c" above."""
+    return "cifar-10-c" if min(height, width) <= SMALL else "imagenet-c"
+
+
+def corrupt(
+    images: Images,
+    name: str,
+    severity: int,
+    *,
+    seed: int = 0,
+    indices: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None,
+    constants: str | None = None,
+    frost: str | os.PathLike[str] | None = None,
+) -> Images:
+    """Corrupted copies of images.
+
+    Args:
+        images: uint8 RGB of any size, (height, width, 3) or (N, height, width, 3).
+        name: One of `CORRUPTIONS` or `EXTRA`.
+        severity: From 1, weak, to 5, strong.
+        seed: Of everything random.
+        indices: The images' numbers in their data set. Each draws its own random numbers by its number. Default 0, 1, 2, ...
+        constants: How strong a severity is: "imagenet-c" or "cifar-10-c". Default by size, see `constants_for`.
+        frost: A folder with the photographs of ice that ImageNet-C used (frost1.png, ...). Default ice of our own.
+    """
+    require_valid(name, severity, seed, constants)
+    _require_images(images)
+    batch = images if images.ndim == 4 else images[None]
+    numbers = _numbers(indices, len(batch))
+    constants = constants or constants_for(*batch.shape[1:3])
+    textures = ice() if frost is None else photographs(Path(frost))
+    key = zlib.crc32(name.encode())
+
+    def generator(number: int) -> np.random.Generator:
+        # SFC64 is numpy's fastest
+        return np.random.Generator(np.random.SFC64(np.random.SeedSequence(seed, spawn_key=(key, severity, number))))
+
+    step = max(1, CHUNK // batch[0].size)
+    parts = [slice(start, start + step) for start in range(0, len(batch), step)]
+    if len(parts) == 1:
+        out = apply(batch, name, severity, map(generator, numbers), constants=constants, textures=textures)
+    else:
+        out = np.empty_like(batch)
+        for part in parts:
+            rngs = map(generator, numbers[part])
+            out[part] = apply(batch[part], name, severity, rngs, constants=constants, textures=textures)
+    return out.reshape(images.shape)
+
+
+def apply(images: Images, name: str, severity: int, rngs: Iterable[Random], *, constants: str, textures: Textures) -> Images:
+    """`corrupt` with given sources of random numbers, one per image, and of ice."""
+    chosen = CONSTANTS[constants][name][severity - 1]
+    formula = getattr(formulas, name)
+    if name == "frost":
+        formula = functools.partial(formula, textures=textures)
+    return formulas.whole_levels(formula(images, rngs, *(chosen if isinstance(chosen, tuple) else (chosen,))))
+
+
+def require_valid(name: str, severity: int, seed: int, constants: str | None) -> None:
+    """Refuse what does not exist."""
+    known = (*CORRUPTIONS, *EXTRA)
+    if name not in known:
+        close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"unknown corruption {name!r}.{hint} There are: {', '.join(known)}.")
+    if isinstance(severity, bool) or not isinstance(severity, (int, np.integer)) or severity not in SEVERITIES:
+        raise ConfigError(f"severity={severity!r}: give a whole number from 1 to 5.")
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
+        raise ConfigError(f"seed={seed!r}: give a whole number of 0 or more.")
+    if constants is not None and constants not in CONSTANTS:
+        raise ConfigError(f"constants={constants!r}: give {' or '.join(map(repr, CONSTANTS))}, or None to choose by size.")
+
+
+def _require_images(images: Images) -> None:
+    if not isinstance(images, np.ndarray):
+        raise InputError(f"images are a {type(images).__name__}: give a numpy array, for example np.asarray(image).")
+    if images.dtype != np.uint8:
+        raise InputError(
+            f"images are {images.dtype}: give uint8 from 0 to 255, for example np.rint(255 * images).astype(np.uint8)."
+        )
+    if images.ndim not in (3, 4) or images.shape[-1] != 3:
+        raise InputError(
+            f"images have shape {images.shape}: give RGB as (height, width, 3) or (N, height, width, 3); "
+            "a picture of another kind becomes that with PIL's image.convert('RGB')."
+        )
+    if not images.size:
+        raise InputError(f"images have shape {images.shape}: there is nothing to corrupt.")
+
+
+def _numbers(indices: Sequence[int] | npt.NDArray[np.integer[Any]] | None, count: int) -> list[int]:
+    numbers = np.arange(count) if indices is None else np.atleast_1d(np.asarray(indices))
+    if numbers.shape != (count,) or numbers.dtype.kind not in "iu" or numbers.min() < 0:
+        raise InputError(
+            f"indices of shape {numbers.shape}, {numbers.dtype}: give one whole number of 0 or more per image ({count})."
+        )
+    return numbers.tolist()

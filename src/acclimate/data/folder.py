@@ -1,0 +1,291 @@
+"""A folder of pictures under corruptions, written as a tree of the shape of ImageNet-C.
+
+    TARGET/<corruption>/<severity>/<class folder>/<file>.JPEG
+
+`TARGET/corruptions.json` says how the tree was made. Every file appears whole or not at all, and those that exist are not
+made again, so an interrupted run is taken up by repeating it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from PIL import Image, ImageOps
+from rich.console import Console
+from rich.progress import Progress
+
+from .. import __version__
+from ..errors import ConfigError, InputError, StateError, require_between
+from ._frost import photographs
+from .corruptions import Images, constants_for, corrupt, require_valid
+
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+PROTOCOL = "corruptions.json"
+IMAGENET_C = (256, 224)  # how ImageNet-C's pictures were resized and cropped
+AnyPath = str | os.PathLike[str]
+T = TypeVar("T")
+
+
+class UnreadableError(InputError):
+    """A file that looks like a picture by its name and cannot be decoded."""
+
+
+@dataclass
+class Report:
+    """What `corrupt_folder` did."""
+
+    written: int = 0
+    existing: int = 0
+    unreadable: list[str] = field(default_factory=list)  # skipped
+    constants: Counter[str] = field(default_factory=Counter)  # whose strengths, for how many of the files written
+
+    def __str__(self) -> str:
+        used = ", ".join(f"{count} with the constants of {name}" for name, count in sorted(self.constants.items()))
+        parts = [f"{self.written} files written" + (f" ({used})" if used else "")]
+        if self.existing:
+            parts.append(f"{self.existing} were there already")
+        if self.unreadable:
+            parts.append(f"{len(self.unreadable)} unreadable pictures skipped: {_some(self.unreadable)}")
+        return "; ".join(parts) + "."
+
+
+def corrupt_folder(
+    source: AnyPath,
+    target: AnyPath,
+    names: Sequence[str],
+    severities: Sequence[int],
+    *,
+    seed: int = 0,
+    resize_crop: tuple[int, int] | None = None,
+    constants: str | None = None,
+    frost: AnyPath | None = None,
+    quality: int = 85,
+    skip_unreadable: bool = False,
+    workers: int | None = None,
+    console: Console | None = None,
+) -> Report:
+    """Write corrupted copies of every picture under a folder.
+
+    Pictures of any kind become 8-bit RGB: grey and palettes are converted, transparent parts are laid over white, and a
+    rotation noted by a camera is carried out. A picture's random numbers depend on its place in the sorted list of all.
+
+    Args:
+        source: A folder of pictures, in sub-folders (one per class) or not; the tree below it is kept.
+        target: Where to write. Either new, or made with the same settings from the same list of pictures.
+        names: Corruptions.
+        severities: Of each, from 1 to 5.
+        seed: Of everything random.
+        resize_crop: Resize the shorter side to the first and cut the central square of the second, before the corruption.
+            `IMAGENET_C` is what ImageNet-C did. Default: every picture keeps its size.
+        constants: As for `corrupt`; by default each picture's size decides.
+        frost: As for `corrupt`.
+        quality: Of the JPEG files; that of ImageNet-C is 85.
+        skip_unreadable: Leave out what cannot be decoded. Otherwise nothing is written if there is such a file.
+        workers: Threads. Default: one per processor. They change the time it takes, and nothing else.
+        console: Shows progress if it is a terminal.
+    """
+    source, target = Path(source), Path(target)
+    wanted = [(name, severity) for name in names for severity in severities]
+    if not wanted:
+        raise ConfigError("no corruption or no severity is given: name at least one of each.")
+    for name, severity in wanted:
+        require_valid(name, severity, seed, constants)
+    require_between(1, 100, quality=quality)
+    require_between(1, math.inf, workers=workers, optional=True)
+    pictures = _pictures(source)
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(f"{target} lies in {source}: what is written there would be taken for a source next time.")
+    settings = _settings(pictures, seed, resize_crop, constants, frost, quality)
+    _require_same(target, settings)
+
+    jobs = [_Job(index, picture, wanted, target) for index, picture in enumerate(pictures)]
+    report = Report(existing=sum(len(wanted) - len(job.missing) for job in jobs))
+    jobs = [job for job in jobs if job.missing]
+    stop = threading.Event()
+
+    def problem(job: _Job) -> str | None:
+        try:
+            if not stop.is_set():
+                read_picture(source / job.picture)
+        except UnreadableError as error:
+            return str(error)
+        return None
+
+    def write(job: _Job) -> tuple[str, int] | None:
+        """Whose constants were used and how many files were written; None for an unreadable picture."""
+        try:
+            image = read_picture(source / job.picture, resize_crop)
+        except UnreadableError:
+            if skip_unreadable:
+                return None
+            raise
+        whose = constants or constants_for(*image.shape[:2])
+        for (name, severity), file in job.missing.items():
+            if stop.is_set():
+                break
+            shown = corrupt(image, name, severity, seed=seed, indices=[job.index], constants=whose, frost=frost)
+            encoded = io.BytesIO()
+            Image.fromarray(shown).save(encoded, "JPEG", quality=quality, optimize=True)
+            _write(file, encoded.getvalue())
+        return whose, len(job.missing)
+
+    quiet = console is None or not console.is_terminal
+    pool = ThreadPoolExecutor(workers or os.cpu_count())
+    try:
+        with Progress(console=console, disable=quiet, transient=True) as progress:
+            if not skip_unreadable:
+                problems = [text for _, text in _in_turn(pool, problem, jobs, progress, "reading") if text is not None]
+                if problems:
+                    raise UnreadableError(
+                        f"{_some(problems, '; ')}. Nothing was written. Remove what cannot be read, or leave it out with "
+                        "skip_unreadable=True (on the command line --skip-unreadable)."
+                    )
+            _write(target / PROTOCOL, json.dumps(settings, indent=1).encode())
+            for job, done in _in_turn(pool, write, jobs, progress, "writing"):
+                if done is None:
+                    report.unreadable.append(job.picture)
+                else:
+                    whose, count = done
+                    report.written += count
+                    report.constants[whose] += count
+    finally:  # after Ctrl-C too: files that were begun are finished, others are not begun
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+    return report
+
+
+class _Job:
+    """A picture, its number, and the files that are still to be made of it."""
+
+    def __init__(self, index: int, picture: str, wanted: list[tuple[str, int]], target: Path) -> None:
+        self.index, self.picture = index, picture
+        files = {(n, s): target / n / str(s) / Path(picture).with_suffix(".JPEG") for n, s in wanted}
+        self.missing = {which: file for which, file in files.items() if not file.exists()}
+
+
+def _in_turn(
+    pool: ThreadPoolExecutor, work: Callable[[_Job], T], jobs: list[_Job], progress: Progress, what: str
+) -> Iterable[tuple[_Job, T]]:
+    """Every job with its result, in order."""
+    return progress.track(zip(jobs, pool.map(work, jobs)), total=len(jobs), description=what)
+
+
+def read_picture(path: AnyPath, resize_crop: tuple[int, int] | None = None) -> Images:
+    """A picture file as uint8 RGB (height, width, 3)."""
+    try:
+        with Image.open(path) as file:
+            return np.asarray(_resized(_rgb(ImageOps.exif_transpose(file)), resize_crop))
+    except Exception as error:  # decoders raise all kinds of errors on damaged files
+        raise UnreadableError(f"{path} cannot be read as a picture ({error})") from error
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I;16"):  # PIL would turn all but the darkest 256 levels into white
+        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")
+
+
+def _resized(image: Image.Image, resize_crop: tuple[int, int] | None) -> Image.Image:
+    if resize_crop is None:
+        return image
+    short, side = resize_crop
+    factor = short / min(image.size)
+    width, height = (max(short, int(length * factor)) for length in image.size)
+    image = image.resize((width, height), Image.Resampling.BILINEAR)
+    left, top = round((width - side) / 2), round((height - side) / 2)
+    return image.crop((left, top, left + side, top + side))
+
+
+def _pictures(source: Path) -> list[str]:
+    """All pictures below a folder, by their paths from it, sorted."""
+    if not source.is_dir():
+        raise InputError(f"{source} is not a folder: give one with pictures in it, or in sub-folders, one per class.")
+    found = sorted(
+        (Path(folder) / file).relative_to(source).as_posix()
+        for folder, _, files in os.walk(source, followlinks=True)
+        for file in files
+        if Path(file).suffix.lower() in SUFFIXES and not file.startswith(".")
+    )
+    if not found:
+        raise InputError(f"{source} holds no pictures ({', '.join(sorted(SUFFIXES))}).")
+    by_target: dict[str, str] = {}
+    for picture in found:
+        other = by_target.setdefault(str(Path(picture).with_suffix("")), picture)
+        if other != picture:
+            raise InputError(f"{source}: {other} and {picture} would be written to one file. Rename one of them.")
+    return found
+
+
+def _settings(
+    pictures: list[str],
+    seed: int,
+    resize_crop: tuple[int, int] | None,
+    constants: str | None,
+    frost: AnyPath | None,
+    quality: int,
+) -> dict[str, Any]:
+    """What determines every file of a tree."""
+    if resize_crop is not None and not 0 < resize_crop[1] <= resize_crop[0]:
+        raise ConfigError(f"resize_crop={resize_crop}: give two sizes, of which the second is not larger.")
+    ice = {file.name: _digest(file.read_bytes()) for file in photographs(Path(frost)).files} if frost else "procedural"
+    return {
+        "acclimate": __version__,
+        "seed": seed,
+        "constants": constants or "by size",
+        "frost": ice,
+        "resize_crop": list(resize_crop) if resize_crop else None,
+        "quality": quality,
+        "pictures": len(pictures),
+        "pictures_digest": _digest("\n".join(pictures).encode()),
+    }
+
+
+def _require_same(target: Path, settings: dict[str, Any]) -> None:
+    """Refuse to add to a tree that was made in another way, or to a folder of something else."""
+    file = target / PROTOCOL
+    if not file.exists():
+        if target.is_dir() and any(target.iterdir()):
+            raise StateError(f"{target} is not empty and has no {PROTOCOL}: give a new folder.")
+        return
+    try:
+        before = dict(json.loads(file.read_text()))
+    except ValueError as error:
+        raise StateError(f"{file} is damaged ({error}): remove the folder, or give a new one.") from None
+    changed = [key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key)]
+    if changed:
+        was = ", ".join(f"{key} {before.get(key)!r}, now {settings.get(key)!r}" for key in sorted(changed))
+        raise StateError(f"{target} was made with other settings ({was}): repeat those, or give a new folder.")
+
+
+def _write(file: Path, content: bytes) -> None:
+    half = file.with_name(f".{file.name}.half")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        half.write_bytes(content)
+        os.replace(half, file)
+    except OSError as error:
+        half.unlink(missing_ok=True)
+        raise StateError(f"Cannot write {file}: {error.strerror}.") from error
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _some(items: list[str], separator: str = ", ") -> str:
+    return separator.join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")

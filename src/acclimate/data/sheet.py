@@ -1,0 +1,60 @@
+"""One picture under every corruption, on one page."""
+
+from __future__ import annotations
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from .corruptions import CORRUPTIONS, EXTRA, SEVERITIES, Images, constants_for, corrupt
+from .folder import AnyPath
+
+TILE = 224  # pixels of the longer side of a tile, about
+GAP, LABEL, HEADER = 6, 170, 34
+
+
+def contact_sheet(
+    image: Images, *, seed: int = 0, constants: str | None = None, frost: AnyPath | None = None
+) -> Image.Image:
+    """All corruptions (rows) of one picture at all severities (columns), with the clean picture in the corner.
+
+    A large picture is first reduced to the size of ImageNet-C's, for which the corruptions are made. A small one is
+    corrupted as it is, and its pixels are shown as squares.
+
+    Args:
+        image: uint8 RGB (height, width, 3).
+        seed: As for `corrupt`; so are the others.
+        constants: See there.
+        frost: See there.
+    """
+    height, width = image.shape[:2]
+    if max(height, width) > TILE:
+        factor = TILE / max(height, width)
+        size = (max(1, round(width * factor)), max(1, round(height * factor)))
+        image = np.asarray(Image.fromarray(image).resize(size, Image.Resampling.LANCZOS))
+    constants = constants or constants_for(height, width)
+    height, width = image.shape[:2]
+    times = max(1, TILE // 2 // max(height, width))
+    tile_height, tile_width = height * times, width * times
+    names = (*CORRUPTIONS, *EXTRA)
+    left, top = max(LABEL, tile_width + 2 * GAP), max(HEADER, tile_height + 2 * GAP)
+    page = Image.new("RGB", (left + len(SEVERITIES) * (tile_width + GAP), top + len(names) * (tile_height + GAP)), "white")
+    draw = ImageDraw.Draw(page)
+    font = ImageFont.load_default(size=18)
+
+    def place(pixels: Images, x: int, y: int) -> None:
+        page.paste(Image.fromarray(pixels).resize((tile_width, tile_height), Image.Resampling.NEAREST), (x, y))
+
+    place(image, (left - tile_width) // 2, (top - tile_height) // 2)
+    for column, severity in enumerate(SEVERITIES):
+        x = left + column * (tile_width + GAP)
+        draw.text((x + tile_width // 2, top - GAP), str(severity), "black", font, anchor="mb")
+        for row, name in enumerate(names):
+            place(
+                corrupt(image, name, severity, seed=seed, constants=constants, frost=frost),
+                x,
+                top + row * (tile_height + GAP),
+            )
+    for row, name in enumerate(names):
+        y = top + row * (tile_height + GAP) + tile_height // 2
+        draw.text((left - GAP, y), name.replace("_", " "), "black", font, anchor="rm")
+    return page
