@@ -58,6 +58,17 @@ class Sweep:
         return float(self.losses[self.kept].mean())
 
 
+@dataclass
+class Passes:
+    """What was spent: samples passed forward, and samples passed backward."""
+
+    forward: int = 0
+    backward: int = 0
+
+
+_counting = threading.Lock()  # workers count too
+
+
 class Engine:
     """A ViT, the parameters that adapt, their source values, their optimizer, and the passes that connect them.
 
@@ -100,6 +111,7 @@ class Engine:
         self.optimizer: torch.optim.Optimizer | None = None
         self.loss_scale = torch.tensor(2.0**14 if precision == "float16" else 1.0)
         self.kept_share = torch.tensor(0.0)  # of the last batch's samples; the adapter notes it after each step
+        self.passes = Passes()  # since the model was wrapped
         self._micro_batch = micro_batch
         self._dtype = PRECISIONS[precision]
         self.whole = samples_interact(vit.model)  # batches are not cut
@@ -127,6 +139,7 @@ class Engine:
 
     def forward(self, images: Tensor) -> Tensor:
         """One pass, differentiable if gradients are enabled: logits of the target's classes, at least in float32."""
+        self._count(forward=len(images))
         # no cache of casted weights: inside a caller's own autocast it would outlive the update of a weight
         with torch.autocast(self.vit.device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False):
             logits = self._logits(images)
@@ -192,8 +205,15 @@ class Engine:
         if 2 * sweep.used < len(images) and not self.whole:
             # a backward pass through everybody would cost more than a fresh pass of the few
             logits = losses = torch.empty(0)  # frees the large graph first
+            self._count(backward=sweep.used)
             return sweep, objective(self.forward(images[kept]))[0].sum()
+        self._count(backward=len(images))
         return sweep, losses[kept].sum()
+
+    def _count(self, *, forward: int = 0, backward: int = 0) -> None:
+        with _counting:
+            self.passes.forward += forward
+            self.passes.backward += backward
 
     def _accumulate(self, total: list[Tensor] | None, loss: Tensor) -> list[Tensor]:
         new = torch.autograd.grad(loss * self.loss_scale.to(loss.device), self.parameters, materialize_grads=True)

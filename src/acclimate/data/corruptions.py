@@ -34,7 +34,7 @@ from . import _formulas as formulas
 from ._formulas import Random, Textures
 from ._frost import ice, photographs
 
-Images = npt.NDArray[np.uint8]
+Pixels = npt.NDArray[np.uint8]
 
 FAMILIES = {
     "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
@@ -125,7 +125,7 @@ def constants_for(height: int, width: int) -> str:
 
 
 def corrupt(
-    images: Images,
+    images: Pixels,
     name: str,
     severity: int,
     *,
@@ -133,7 +133,7 @@ def corrupt(
     indices: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None,
     constants: str | None = None,
     frost: str | os.PathLike[str] | None = None,
-) -> Images:
+) -> Pixels:
     """Corrupted copies of images.
 
     Args:
@@ -169,7 +169,7 @@ def corrupt(
     return out.reshape(images.shape)
 
 
-def apply(images: Images, name: str, severity: int, rngs: Iterable[Random], *, constants: str, textures: Textures) -> Images:
+def apply(images: Pixels, name: str, severity: int, rngs: Iterable[Random], *, constants: str, textures: Textures) -> Pixels:
     """`corrupt` with given sources of random numbers, one per image, and of ice."""
     chosen = CONSTANTS[constants][name][severity - 1]
     formula = getattr(formulas, name)
@@ -193,7 +193,7 @@ def require_valid(name: str, severity: int, seed: int, constants: str | None) ->
         raise ConfigError(f"constants={constants!r}: give {' or '.join(map(repr, CONSTANTS))}, or None to choose by size.")
 
 
-def _require_images(images: Images) -> None:
+def _require_images(images: Pixels) -> None:
     if not isinstance(images, np.ndarray):
         raise InputError(f"images are a {type(images).__name__}: give a numpy array, for example np.asarray(image).")
     if images.dtype != np.uint8:

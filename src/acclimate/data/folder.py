@@ -29,7 +29,7 @@ from rich.progress import Progress
 from .. import __version__
 from ..errors import ConfigError, InputError, StateError, require_between
 from ._frost import photographs
-from .corruptions import Images, constants_for, corrupt, require_valid
+from .corruptions import Pixels, constants_for, corrupt, require_valid
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 PROTOCOL = "corruptions.json"
@@ -182,7 +182,7 @@ def _in_turn(
     return progress.track(zip(jobs, pool.map(work, jobs)), total=len(jobs), description=what)
 
 
-def read_picture(path: AnyPath, resize_crop: tuple[int, int] | None = None) -> Images:
+def read_picture(path: AnyPath, resize_crop: tuple[int, int] | None = None) -> Pixels:
     """A picture file as uint8 RGB (height, width, 3)."""
     try:
         with Image.open(path) as file:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from .corruptions import CORRUPTIONS, EXTRA, SEVERITIES, Images, constants_for, corrupt
+from .corruptions import CORRUPTIONS, EXTRA, SEVERITIES, Pixels, constants_for, corrupt
 from .folder import AnyPath
 
 TILE = 224  # pixels of the longer side of a tile, about
@@ -13,7 +13,7 @@ GAP, LABEL, HEADER = 6, 170, 34
 
 
 def contact_sheet(
-    image: Images, *, seed: int = 0, constants: str | None = None, frost: AnyPath | None = None
+    image: Pixels, *, seed: int = 0, constants: str | None = None, frost: AnyPath | None = None
 ) -> Image.Image:
     """All corruptions (rows) of one picture at all severities (columns), with the clean picture in the corner.
 
@@ -41,7 +41,7 @@ def contact_sheet(
     draw = ImageDraw.Draw(page)
     font = ImageFont.load_default(size=18)
 
-    def place(pixels: Images, x: int, y: int) -> None:
+    def place(pixels: Pixels, x: int, y: int) -> None:
         page.paste(Image.fromarray(pixels).resize((tile_width, tile_height), Image.Resampling.NEAREST), (x, y))
 
     place(image, (left - tile_width) // 2, (top - tile_height) // 2)

@@ -1,0 +1,1 @@
+"""Where labels and logits meet: runs, their scores, and the tables made of them."""

@@ -1,0 +1,106 @@
+"""How good a run's predictions were, image by image and in sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..errors import InputError
+
+Floats = npt.NDArray[np.float64]
+BINS = 15  # of the calibration error, as in Guo et al. 2017
+
+
+class Scores:
+    """Collects the predictions of a stream, and says how good they were.
+
+    Args:
+        classes: Number of logits.
+        domains: Names of the stream's domains.
+    """
+
+    def __init__(self, classes: int, domains: Sequence[str]) -> None:
+        self.classes, self.domains = classes, list(domains)
+        self._rows: list[npt.NDArray[np.float64]] = []
+        self._stacked: npt.NDArray[np.float64] | None = None
+
+    def add(self, logits: Tensor, labels: Tensor, domain: Tensor) -> None:
+        """One batch: logits (batch, classes), labels and positions in `domains` (batch,)."""
+        if logits.shape != (len(labels), self.classes):
+            raise InputError(f"logits {tuple(logits.shape)} for {len(labels)} labels and {self.classes} classes do not fit.")
+        labels = labels.to(logits.device)
+        wrong = (labels < 0) | (labels >= self.classes)
+        if wrong.any():
+            raise InputError(
+                f"the label {int(labels[wrong][0])} is outside the model's classes, 0 to {self.classes - 1}: is this the "
+                "model of this data set, and are its classes numbered alike?"
+            )
+        finite = logits.isfinite().all(-1)  # what is not finite is an error, whatever argmax makes of it
+        log_p = logits.double().log_softmax(-1)
+        best = logits.topk(min(5, self.classes)).indices == labels[:, None]
+        confidence = log_p.max(-1).values.exp().where(finite, 1.0)
+        nll = -log_p.gather(1, labels[:, None])[:, 0].where(finite, -math.inf)
+        row = [best[:, 0] & finite, best.any(-1) & finite, confidence, nll, domain.to(logits.device)]
+        self._rows.append(torch.stack([column.double() for column in row]).cpu().numpy())
+        self._stacked = None
+
+    def _column(self, number: int) -> npt.NDArray[np.float64]:
+        if not self._rows:
+            raise InputError("There is no score yet: no batch was added.")
+        if self._stacked is None:
+            self._stacked = np.concatenate(self._rows, axis=1)
+        return self._stacked[number]
+
+    @property
+    def count(self) -> int:
+        """Images so far."""
+        return sum(row.shape[1] for row in self._rows)
+
+    @property
+    def top1(self) -> float:
+        """Share of images whose likeliest class is right."""
+        return float(self._column(0).mean())
+
+    @property
+    def top5(self) -> float:
+        """Share of images whose class is among the five likeliest."""
+        return float(self._column(1).mean())
+
+    @property
+    def late(self) -> float:
+        """Top-1 over the second half of the stream, when adaptation has had its time."""
+        return float(self._column(0)[self.count // 2 :].mean())
+
+    @property
+    def per_domain(self) -> dict[str, float]:
+        """Top-1 of each domain that was met."""
+        domain = self._column(4)
+        return {n: float(self._column(0)[domain == i].mean()) for i, n in enumerate(self.domains) if (domain == i).any()}
+
+    @property
+    def mean(self) -> float:
+        """Mean of the domains' top-1, each counting alike."""
+        return float(np.mean(list(self.per_domain.values())))
+
+    @property
+    def nll(self) -> float:
+        """Mean negative log-likelihood of the right class, in nats; infinite if a prediction was not finite."""
+        return float(self._column(3).mean())
+
+    @property
+    def ece(self) -> float:
+        """Expected calibration error: mean gap of confidence and accuracy over 15 bins of equal width."""
+        confidence, right = self._column(2), self._column(0)
+        which = np.minimum(np.ceil(confidence * BINS).astype(int), BINS)
+        gaps = np.bincount(which, confidence - right, minlength=BINS + 1)
+        return float(np.abs(gaps).sum() / len(right))
+
+    def running(self, points: int = 100) -> tuple[npt.NDArray[np.int64], Floats]:
+        """Top-1 over the stream so far, at up to `points` numbers of images."""
+        where = np.unique(np.linspace(1, self.count, min(points, self.count)).round().astype(np.int64))
+        return where, (self._column(0).cumsum() / np.arange(1, self.count + 1))[where - 1]

@@ -1,0 +1,288 @@
+"""In which order, and how many at a time, a model meets its target: the settings of the literature.
+
+A setting names what departs from the plain stream; names can be joined by a plus sign.
+
+| setting | the stream |
+|---|---|
+| `normal` | one domain, shuffled |
+| `bs1` | one image at a time |
+| `label-shift` | one class after another dominates, as in SAR |
+| `mixed` | all domains, shuffled together |
+| `continual` | one domain after another; nobody says when it changes |
+| `gradual` | as `continual`, each corruption rising from severity 1 to 5 and falling back to 1 |
+
+`label-shift` and `bs1` go with each of the others: `continual+label-shift`, `mixed+bs1`.
+
+The order depends on the seed, the domains and the setting alone, never on the method or the number of workers, so that two
+methods meet the same batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from os import PathLike, fspath
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from ..errors import ConfigError, InputError, require_between
+from .datasets import Domain, Integers, title
+
+SETTINGS = ("normal", "bs1", "label-shift", "mixed", "continual", "gradual")
+ARRANGEMENTS = ("mixed", "continual", "gradual")
+SAR_RATIOS = (1, 1000, 2000, 3000, 4000, 5000, 500_000)
+SAR_DIGESTS = {  # of the authors' files for 1000 classes of 50 images, ratio 500000
+    "9bdb3e88c3efd6b1d6bb3f0f3f26d7bf5f9215f029a05e81fa7c4a13b79972e6": 2021,
+    "659082b354831f34db5ed0b05b7778cc05aa6a8725d99d26d1de105ecafe6060": 2022,
+    "4c53bb0caa8252f855f8dba76fbc0dd812ff484789e6c418c774bb4d654bda4b": 2023,
+}
+
+
+class Batch(NamedTuple):
+    """`domain` has, for each image, the position of its domain in the stream's `domains`."""
+
+    images: Tensor
+    labels: Tensor
+    domain: Tensor
+
+
+class Stream:
+    """Batches of (images, labels, domain), in one order for everybody.
+
+    Args:
+        domains: One domain, or several for `mixed`, `continual` and `gradual`.
+        setting: One of `SETTINGS`, or several joined by a plus sign.
+        batch_size: Images at a time; 1 in `bs1`.
+        seed: Of the order.
+        ratio: In `label-shift`, how much more likely the dominating class is than each other one.
+        order: In `label-shift` of one domain, the authors' own index file (`.npy`), or such an array, instead of a seed.
+        workers: Processes that load images ahead; 0 loads in this one.
+    """
+
+    def __init__(
+        self,
+        domains: Domain | Sequence[Domain],
+        setting: str = "normal",
+        *,
+        batch_size: int = 64,
+        seed: int = 2021,
+        ratio: float = 500_000,
+        order: str | PathLike[str] | Integers | None = None,
+        workers: int = 0,
+    ) -> None:
+        self.domains: Sequence[Domain] = domains if isinstance(domains, Sequence) else [domains]
+        self.setting = _canonical(setting)
+        for option, value in {"batch_size": batch_size, "seed": seed, "workers": workers}.items():
+            least = 1 if option == "batch_size" else 0
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{option}={value!r}: give a whole number of {least} or more.")
+        require_between(1, float("inf"), ratio=ratio)
+        self.batch_size = 1 if "bs1" in self.setting else batch_size
+        self.seed, self.ratio, self.workers = seed, ratio, workers
+        if not self.domains:
+            raise ConfigError("A stream needs at least one domain.")
+        labels = [_checked_labels(domain) for domain in self.domains]
+        self._labels = np.concatenate(labels)
+        self._starts = np.cumsum([0, *map(len, labels)])
+        self._given = None if order is None else self._read(order)
+        self._parts = [self._order(visit, number) for number, visit in enumerate(self._visits())]
+
+    # ---- order ------------------------------------------------------------------------------------------------
+
+    def _visits(self) -> list[list[int]]:
+        """Which domains are met one after another, and which together."""
+        everything = range(len(self.domains))
+        if "mixed" in self.setting:
+            return [list(everything)]
+        if "continual" in self.setting:
+            return [[i] for i in everything]
+        if "gradual" in self.setting:
+            where = {(domain.name, domain.severity): i for i, domain in enumerate(self.domains)}
+            names = dict.fromkeys(domain.name for domain in self.domains)
+            missing = [f"{name}/{s}" for name in names for s in range(1, 6) if (name, s) not in where]
+            if missing:
+                raise ConfigError(
+                    f"gradual goes through severities 1 to 5 of each corruption: {', '.join(missing)} missing."
+                )
+            return [[where[name, s]] for name in names for s in (1, 2, 3, 4, 5, 4, 3, 2, 1)]
+        if len(self.domains) != 1:
+            raise ConfigError(
+                f"{self.setting} is a stream of one domain, {len(self.domains)} were given: make one stream for each, or "
+                f"add {', '.join(ARRANGEMENTS[:-1])} or {ARRANGEMENTS[-1]} to the setting."
+            )
+        return [[0]]
+
+    def _order(self, visit: list[int], number: int) -> Integers:
+        """Positions in the list of all domains' images, one after another, for one visit."""
+        positions = np.concatenate([np.arange(self._starts[i], self._starts[i + 1]) for i in visit])
+        if self._given is not None:
+            return positions[self._given]
+        if "label-shift" in self.setting:
+            return positions[label_shift(self._labels[positions], seed=self.seed, ratio=self.ratio)]
+        key = "|".join([str(self.seed), self.setting, str(number), *(title(self.domains[i]) for i in visit)])
+        rng = np.random.default_rng(list(hashlib.sha256(key.encode()).digest()))
+        return positions[rng.permutation(len(positions))]
+
+    def _read(self, order: str | PathLike[str] | Integers) -> Integers:
+        if "label-shift" not in self.setting or len(self.domains) != 1:
+            raise ConfigError("order= is the index file of a label-shift stream of one domain; it fits no other setting.")
+        what, indices = "order", np.asarray(order)
+        if not isinstance(order, np.ndarray):
+            what = fspath(order)
+            try:
+                indices = np.load(what, allow_pickle=False)
+            except (OSError, ValueError, EOFError) as error:
+                raise InputError(f"{what} cannot be read as a numpy array of indices (.npy): {error}") from None
+        count = len(self._labels)
+        whole = indices.dtype.kind in "iu" and indices.size > 0
+        if not whole or indices.ndim != 1 or indices.min() < 0 or indices.max() >= count:
+            found = f"{indices.dtype} {indices.shape}" + (f" from {indices.min()} to {indices.max()}" if whole else "")
+            raise InputError(f"{what} does not fit: expected a list of indices from 0 to {count - 1}, got {found}.")
+        return indices.astype(np.int64)
+
+    @property
+    def order(self) -> Integers:
+        """Every image of the stream, by its position in the list of all domains' images, one domain after another."""
+        return np.concatenate(self._parts)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the order: two streams that share it show the same images in the same order."""
+        return hashlib.sha256(self.order.astype("<i8").tobytes()).hexdigest()
+
+    # ---- what it shows ----------------------------------------------------------------------------------------
+
+    @property
+    def samples(self) -> int:
+        """Images in the stream, with repetitions."""
+        return sum(map(len, self._parts))
+
+    def __len__(self) -> int:
+        """Batches. A batch never spans the border between two domains that follow each other."""
+        return sum(-(-len(part) // self.batch_size) for part in self._parts)
+
+    def __iter__(self) -> Iterator[Batch]:
+        batches = [part[i : i + self.batch_size] for part in self._parts for i in range(0, len(part), self.batch_size)]
+        return iter(
+            DataLoader(
+                self,  # type: ignore[arg-type]  # a loader asks for nothing but __getitems__
+                batch_sampler=batches,  # type: ignore[arg-type]
+                num_workers=self.workers,
+                collate_fn=_as_it_is,
+                pin_memory=torch.cuda.is_available(),
+                generator=torch.Generator(),  # else the loader would draw from torch's global one
+            )
+        )
+
+    def __getitems__(self, positions: Integers) -> Batch:
+        """One batch, given by positions as in `order`."""
+        domain = np.searchsorted(self._starts, positions, side="right") - 1
+        images: Tensor | None = None
+        for i in np.unique(domain):
+            mine = np.flatnonzero(domain == i)
+            loaded = self.domains[i].load(positions[mine] - self._starts[i])
+            images = loaded.new_empty(len(positions), *loaded.shape[1:]) if images is None else images
+            images[torch.from_numpy(mine)] = loaded
+        assert images is not None
+        return Batch(images, torch.from_numpy(self._labels[positions]), torch.from_numpy(domain))
+
+    @property
+    def description(self) -> str:
+        """The stream in one line, for people."""
+        names = [title(domain) for domain in self.domains]
+        shown = ", ".join(names) if len(names) <= 4 else f"{names[0]} ... {names[-1]} ({len(names)} domains)"
+        size = "1 image" if self.batch_size == 1 else f"up to {self.batch_size} images"
+        return f"{self.setting}: {shown}; {self.samples} images in {len(self)} batches of {size}; {self._origin()}"
+
+    def _origin(self) -> str:
+        if "label-shift" not in self.setting:
+            return f"seed {self.seed}"
+        if self._given is not None:
+            known = SAR_DIGESTS.get(self.digest)
+            return "order as given" + (f", SAR's of seed {known}" if known else "")
+        origin = f"imbalance ratio {self.ratio:g}, seed {self.seed}"
+        counts = np.bincount(self._labels)
+        if (len(self.domains), len(counts), self.seed) == (1, 1000, 2021) and (counts == 50).all():
+            origin += " (not SAR's order of that seed, which exists as their file only: give it with order=)"
+        return origin
+
+    def __repr__(self) -> str:
+        return f"<Stream {self.description}>"
+
+
+def label_shift(labels: Integers, *, seed: int, ratio: float = 500_000) -> Integers:
+    """Indices of a stream in which one class after another dominates, as SAR's authors drew theirs.
+
+    Each class dominates for twice as many steps as a class has images: then the label is `ratio` times as likely to be this
+    class as each other one; and the image is any of its label's, with repetition. For 1000 classes of 50 images this gives,
+    bit for bit, the authors' files of the seeds 2022 and 2023.
+
+    Args:
+        labels: Label of every image.
+        seed: Of the order in which the classes dominate. The rest is drawn with the authors' one seed.
+        ratio: How much more likely the dominating class is than each other one.
+    """
+    present, labels = np.unique(labels, return_inverse=True)
+    count = len(present)
+    shuffler = random.Random(seed)
+    # the authors shuffle once for each ratio that they study: 500000 gets the seventh shuffle; any other (ours) the eighth
+    for studied in (*SAR_RATIOS, ratio):
+        classes = list(range(count))
+        shuffler.shuffle(classes)
+        if studied == ratio:
+            break
+    steps = round(2 * len(labels) / count)
+    draws = np.random.RandomState(2022)
+    chance = draws.random_sample((count, steps))
+    minor = 1 / (ratio + count - 1)
+    shown = np.empty((count, steps), np.int64)
+    for turn, dominating in enumerate(classes):
+        p = np.full(count, minor)
+        p[dominating] = ratio * minor
+        shown[turn] = _choice(chance[turn], p)
+    flat = shown.ravel()
+    indices = np.empty(len(flat), np.int64)
+    for i in range(count):
+        when = np.flatnonzero(flat == i)
+        if len(when):
+            images = np.flatnonzero(labels == i)
+            indices[when] = images[draws.randint(0, len(images), len(when))]
+    return indices
+
+
+def _choice(chance: npt.NDArray[np.float64], p: npt.NDArray[np.float64]) -> Integers:
+    """What `numpy.random.choice(len(p), 1, p=p)` makes of each uniform draw."""
+    cumulated = p.cumsum()
+    return (cumulated / cumulated[-1]).searchsorted(chance, side="right")
+
+
+def _canonical(setting: str) -> str:
+    parts = str(setting).split("+")
+    unknown = [part for part in parts if part not in SETTINGS]
+    if unknown:
+        raise ConfigError(f"Unknown setting {unknown[0]!r}. Known: {', '.join(SETTINGS)}, and several joined by +.")
+    arrangements = [part for part in parts if part in ARRANGEMENTS]
+    if len(arrangements) > 1 or len(set(parts)) < len(parts) or ("normal" in parts and len(parts) > 1):
+        raise ConfigError(
+            f"setting={setting!r}: join at most one of {', '.join(ARRANGEMENTS)} with label-shift and bs1, each once."
+        )
+    return "+".join(sorted(parts, key=lambda part: SETTINGS.index(part) if part not in ARRANGEMENTS else -1))
+
+
+def _checked_labels(domain: Domain) -> Integers:
+    labels = np.asarray(domain.labels)
+    if labels.ndim != 1 or not len(labels) or labels.dtype.kind not in "iu":
+        raise InputError(f"{title(domain)} has labels {labels.dtype} {labels.shape}: give one whole number for each image.")
+    if labels.min() < 0:
+        raise InputError(f"{title(domain)}: image {int(labels.argmin())} has the label {labels.min()}; labels begin at 0.")
+    return labels.astype(np.int64)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
