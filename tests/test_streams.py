@@ -68,10 +68,22 @@ def test_an_index_file_that_does_not_fit_is_refused(order):
         Stream(Numbers(), "label-shift", order=order)
 
 
+def test_an_index_list_is_as_good_as_an_array():
+    assert Stream(Numbers(), "label-shift", order=[3, 1, 3]).order.tolist() == [3, 1, 3]
+
+
+def test_sars_file_is_refused_for_images_in_another_order():
+    domain = Numbers(classes=1000, each=50)
+    domain.labels = domain.labels[::-1]
+    with pytest.raises(InputError, match="sorted by class"):
+        Stream(domain, "label-shift", order=label_shift(IMAGENET, seed=2023))
+
+
 def test_a_file_that_is_no_array_is_refused(tmp_path):
-    (tmp_path / "order.npy").write_bytes(b"not numpy")
-    with pytest.raises(InputError, match=r"order\.npy"):
-        Stream(Numbers(), "label-shift", order=tmp_path / "order.npy")
+    for content in (b"not numpy", b"PK\x03\x04 a zip file", b""):
+        (tmp_path / "order.npy").write_bytes(content)
+        with pytest.raises(InputError, match=r"order\.npy"):
+            Stream(Numbers(), "label-shift", order=tmp_path / "order.npy")
     with pytest.raises(InputError, match=r"missing\.npy"):
         Stream(Numbers(), "label-shift", order=tmp_path / "missing.npy")
     with pytest.raises(ConfigError, match="label-shift"):
@@ -166,7 +178,7 @@ def test_label_shift_goes_with_each_arrangement(arrangement):
 
 def test_the_order_depends_on_seed_domain_and_setting_alone():
     base = Stream(Numbers(), seed=1)
-    assert base.digest == Stream(Numbers(), seed=1, batch_size=5, workers=0).digest
+    assert base.digest == Stream((Numbers() for _ in range(1)), seed=np.int64(1), batch_size=5, workers=2).digest
     others = [Stream(Numbers(), seed=2), Stream(Numbers("snow"), seed=1), Stream(Numbers("fog", 3), seed=1)]
     others.append(Stream(Numbers(), "bs1", seed=1))
     assert len({base.digest, *(stream.digest for stream in others)}) == 5
@@ -206,6 +218,10 @@ def test_bad_input_is_refused_by_name():
         Stream([Numbers(), Numbers("snow")])
     with pytest.raises(ConfigError, match="at least one"):
         Stream([])
+    with pytest.raises(ConfigError, match="same name"):
+        Stream([Numbers(), Numbers()], "mixed")
+    with pytest.raises(ConfigError, match="ratio"):
+        Stream(Numbers(), "label-shift", ratio=float("inf"))
     for labels in (np.array([0, -1]), np.array([0.5]), np.zeros((2, 2), int), np.array([], int)):
         domain = Numbers()
         domain.labels = labels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,11 @@ class Peak:
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Measure the work inside: on a GPU what torch allocates, on a CPU the process's resident memory (Linux alone)."""
+    """Measure the work inside: on a GPU what torch allocates, on a CPU the process's resident memory (Linux alone).
+
+    On a CPU this is coarse: what freed memory the process still holds before the work is given back first, but not always
+    all of it can be, and then the work seems to need less.
+    """
     peak = Peak()
     before = _start(device)
     yield peak
@@ -32,8 +37,9 @@ def _start(device: torch.device) -> float | None:
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device) / 2**20
     try:
+        ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the present size
-    except OSError:
+    except (OSError, AttributeError):  # not Linux, or not with glibc
         return None
     return _now(device, "VmRSS")
 

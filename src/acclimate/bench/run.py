@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..adapter import Adapter
 from ..data.datasets import title
@@ -20,14 +20,14 @@ class Result:
     samples: int
     top1: float
     top5: float
-    late: float  # top-1 over the second half of the stream
+    late: float  # mean over domains of the top-1 over the second half of each
     mean: float  # of the domains' top-1
     per_domain: dict[str, float]
     ece: float
     nll: float
     seconds: float  # in the adapter; loading is not counted
     peak_mib: float | None  # beyond what the process held before
-    forward: int  # samples passed forward, and backward
+    forward: int  # samples passed forward, and backward; which rejected ones are spared depends on the micro-batches
     backward: int
     used: int  # samples learned from
     events: list[tuple[int, str]]  # step, what the method or the guard did
@@ -45,6 +45,7 @@ def run(adapter: Adapter, stream: Stream, on_batch: Callable[[Scores], None] = l
     engine = adapter.engine
     scores = Scores(engine.num_classes, [title(domain) for domain in stream.domains])
     seconds, used, events = 0.0, 0, []
+    before = replace(engine.passes)
     with peak_memory(engine.vit.device) as peak:
         for images, labels, domain in stream:
             images = images.to(engine.vit.device, non_blocking=True)
@@ -70,8 +71,8 @@ def run(adapter: Adapter, stream: Stream, on_batch: Callable[[Scores], None] = l
         nll=scores.nll,
         seconds=seconds,
         peak_mib=peak.mib,
-        forward=engine.passes.forward,
-        backward=engine.passes.backward,
+        forward=engine.passes.forward - before.forward,
+        backward=engine.passes.backward - before.backward,
         used=used,
         events=events,
         curve=list(zip(where.tolist(), accuracy.tolist())),

@@ -26,8 +26,9 @@ class Scores:
 
     def __init__(self, classes: int, domains: Sequence[str]) -> None:
         self.classes, self.domains = classes, list(domains)
-        self._rows: list[npt.NDArray[np.float64]] = []
-        self._stacked: npt.NDArray[np.float64] | None = None
+        self.count = self.right = 0  # images so far, and those of them whose likeliest class was right
+        self._rows: list[Floats] = []
+        self._stacked: Floats | None = None
 
     def add(self, logits: Tensor, labels: Tensor, domain: Tensor) -> None:
         """One batch: logits (batch, classes), labels and positions in `domains` (batch,)."""
@@ -48,8 +49,10 @@ class Scores:
         row = [best[:, 0] & finite, best.any(-1) & finite, confidence, nll, domain.to(logits.device)]
         self._rows.append(torch.stack([column.double() for column in row]).cpu().numpy())
         self._stacked = None
+        self.count += len(labels)
+        self.right += int(self._rows[-1][0].sum())
 
-    def _column(self, number: int) -> npt.NDArray[np.float64]:
+    def _column(self, number: int) -> Floats:
         if not self._rows:
             raise InputError("There is no score yet: no batch was added.")
         if self._stacked is None:
@@ -57,14 +60,9 @@ class Scores:
         return self._stacked[number]
 
     @property
-    def count(self) -> int:
-        """Images so far."""
-        return sum(row.shape[1] for row in self._rows)
-
-    @property
     def top1(self) -> float:
         """Share of images whose likeliest class is right."""
-        return float(self._column(0).mean())
+        return float(self._column(0).mean())  # not right / count, so that an empty one is an error here too
 
     @property
     def top5(self) -> float:
@@ -73,8 +71,10 @@ class Scores:
 
     @property
     def late(self) -> float:
-        """Top-1 over the second half of the stream, when adaptation has had its time."""
-        return float(self._column(0)[self.count // 2 :].mean())
+        """Mean over domains of the top-1 over the second half of a domain's images, when adaptation has had its time."""
+        domain, right = self._column(4), self._column(0)
+        each = [right[domain == i] for i in np.unique(domain)]
+        return float(np.mean([mine[len(mine) // 2 :].mean() for mine in each]))
 
     @property
     def per_domain(self) -> dict[str, float]:

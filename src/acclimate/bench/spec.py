@@ -23,15 +23,16 @@ from ..vit import fingerprint, view
 class Spec:
     """One model, one stream, one method with its configuration."""
 
-    model: dict[str, str]  # name, and digests of its architecture and weights
-    data: dict[str, Any]  # what the pictures are, and how they were made
+    model: dict[str, str]  # name, digests of its architecture and weights, device
     domains: list[str]
+    data: list[dict[str, Any]]  # for each domain what its pictures are: digest, corruption, normalisation
     setting: str
     batch_size: int
-    seed: int
+    seed: int  # of the stream's order and of the method
     order: str  # digest of the stream's order
     method: str
     config: dict[str, Any]
+    protocol: dict[str, str]  # what holds for every run of the bench
     versions: dict[str, str]
 
     @cached_property
@@ -46,23 +47,30 @@ class Spec:
         return f"{self.method}-{where}-{self.setting}-{self.seed}-{self.id}"
 
 
-def specify(stream: Stream, method: str, options: dict[str, Any], *, model: dict[str, str], data: dict[str, Any]) -> Spec:
+PROTOCOL = {"predict": "before the update", "guard": "default", "precision": "float32", "reset": "source model for each run"}
+LIBRARIES = ("torch", "timm", "numpy", "scipy", "pillow")
+
+
+def specify(stream: Stream, method: str, options: dict[str, Any], *, model: dict[str, str]) -> Spec:
     """The run of a method on a stream; `model` comes from `describe`."""
     config = create(method, options).config
     return Spec(
         model=model,
-        data=data,
         domains=[title(domain) for domain in stream.domains],
+        data=[dict(domain.identity) for domain in stream.domains],
         setting=stream.setting,
         batch_size=stream.batch_size,
         seed=stream.seed,
         order=stream.digest,
         method=method,
         config=json.loads(json.dumps(config)),  # as it will come back from the file
-        versions={"acclimate": __version__, "torch": torch.__version__, "timm": version("timm")},
+        protocol=PROTOCOL,
+        versions={"acclimate": __version__, **{library: version(library) for library in LIBRARIES}},
     )
 
 
 def describe(model: nn.Module, name: str) -> dict[str, str]:
-    """A model's name and digests."""
-    return {"name": name, **fingerprint(view(model), model.state_dict())}
+    """A model's name, digests and device."""
+    vit = view(model)
+    where = torch.cuda.get_device_name(vit.device) if vit.device.type == "cuda" else vit.device.type
+    return {"name": name, "device": where, **fingerprint(vit, model.state_dict())}

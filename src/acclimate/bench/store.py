@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict
 from pathlib import Path
@@ -18,11 +19,20 @@ class Store:
     """The folder in which finished runs are kept.
 
     Args:
-        root: Created when the first result is written.
+        root: A folder, made when it is needed.
     """
 
     def __init__(self, root: str | os.PathLike[str] = "runs") -> None:
         self.root = Path(root)
+
+    def prepare(self) -> None:
+        """Make sure that results can be kept, before the first run is begun."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            if not os.access(self.root, os.W_OK):
+                raise PermissionError(13, "not writable")
+        except OSError as error:
+            raise StateError(f"Results cannot be kept in {self.root}: {error.strerror}. Give another folder.") from None
 
     def find(self, spec: Spec) -> Result | None:
         """The result of this run, if it was finished before."""
@@ -30,17 +40,23 @@ class Store:
         if not path.exists():
             return None
         try:
-            return Result(**json.loads(path.read_text())["result"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise StateError(
-                f"{path} is not a result of this version ({error}): remove it, and the run is run again."
-            ) from None
+            values = json.loads(path.read_text())["result"]
+            pairs = {name: [tuple(pair) for pair in values[name]] for name in ("events", "curve")}
+            nll = math.inf if values["nll"] is None else values["nll"]
+            return Result(**{**values, **pairs, "nll": nll})
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StateError(f"{path} is not a result of this version ({error}): remove it, and it is run again.") from None
 
     def write(self, spec: Spec, result: Result) -> Path:
         """Keep a result. It appears whole or not at all."""
         path = self.root / spec.folder / FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
         half = path.with_suffix(f".{os.getpid()}.tmp")
-        half.write_text(json.dumps({"spec": asdict(spec), "result": asdict(result)}, indent=1))
-        os.replace(half, path)
+        values = asdict(result) | {"nll": result.nll if math.isfinite(result.nll) else None}  # JSON has no infinity
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            half.write_text(json.dumps({"spec": asdict(spec), "result": values}, indent=1, allow_nan=False))
+            os.replace(half, path)
+        except OSError as error:
+            half.unlink(missing_ok=True)
+            raise StateError(f"Cannot write {path}: {error.strerror}.") from error
         return path

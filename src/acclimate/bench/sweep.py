@@ -33,7 +33,6 @@ def sweep(
     methods: Mapping[str, Mapping[str, Any]],
     *,
     model_name: str,
-    data: dict[str, Any],
     store: Store | None = None,
     again: bool = False,
     console: Console | None = None,
@@ -45,7 +44,6 @@ def sweep(
         streams: What it meets.
         methods: Names of methods, each with its options.
         model_name: What to call the model in results.
-        data: What the pictures are and how they were made, for the results.
         store: Where finished runs are found and kept; without one, nothing is.
         again: Run also what the store has.
         console: Where progress is shown, if it is a terminal.
@@ -53,10 +51,12 @@ def sweep(
     described = describe(model, model_name)
     # a wrong option is an error now, not after the first hour
     todo = [
-        (stream, specify(stream, method, dict(options), model=described, data=data))
+        (stream, specify(stream, method, dict(options), model=described))
         for stream in streams
         for method, options in methods.items()
     ]
+    if store:
+        store.prepare()
     outcomes = []
     console = console or Console(stderr=True)
     with Progress(*COLUMNS, console=console, disable=not console.is_terminal, transient=True) as progress:
@@ -92,7 +92,9 @@ class _Meter:
         self._task = progress.add_task(self._label, total=stream.samples)
 
     def __call__(self, scores: Scores) -> None:
-        self._progress.update(self._task, completed=scores.count, description=f"{self._label}  {scores.top1:6.1%}")
+        self._progress.update(
+            self._task, completed=scores.count, description=f"{self._label}  {scores.right / scores.count:6.1%}"
+        )
         self._progress.advance(self._overall, scores.count - self._seen)
         self._seen = scores.count
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..errors import InputError
-from .corruptions import Pixels, constants_for, corrupt
+from ..errors import ConfigError, InputError
+from .corruptions import Pixels, constants_for, corrupt, require_valid
 
 Integers = npt.NDArray[np.int64]
 
@@ -23,23 +25,29 @@ class Domain(Protocol):
     severity: int | None
     labels: Integers
 
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """All that decides what its pictures and labels are; two domains that share it are the same."""
+        ...
+
     def load(self, indices: Integers) -> Tensor:
         """The pictures of these numbers, normalised, (batch, channels, height, width). The same whoever asks, and when."""
         ...
 
 
 class Images(NamedTuple):
-    """Pictures in memory: `pixels` are uint8 (N, height, width, 3), `labels` int64 (N,)."""
+    """Pictures in memory: `pixels` are uint8 (N, height, width, 3), `labels` int64 (N,), `numbers` those in the data set."""
 
     pixels: Pixels
     labels: Integers
+    numbers: Integers
 
-    def sample(self, count: int, seed: int = 0) -> Images:
-        """`count` of them, drawn without repetition, in their old order."""
-        if not 1 <= count <= len(self.labels):
-            raise InputError(f"{count} images were asked for: there are {len(self.labels)}; give a number from 1 to that.")
-        chosen = np.sort(np.random.default_rng(seed).permutation(len(self.labels))[:count])
-        return Images(self.pixels[chosen], self.labels[chosen])
+    def sample(self, count: int, *, skip: int = 0) -> Images:
+        """`count` pictures drawn at random, always the same ones; `skip` leaves out the first so many of the draw."""
+        if not 1 <= count <= len(self.labels) - skip:
+            raise InputError(f"{count} images were asked for: give a number from 1 to {len(self.labels) - skip}.")
+        chosen = np.sort(np.random.RandomState(0).permutation(len(self.labels))[skip : skip + count])
+        return Images(self.pixels[chosen], self.labels[chosen], self.numbers[chosen])
 
 
 class Corrupted:
@@ -51,7 +59,7 @@ class Corrupted:
         severity: 1 to 5; None for clean pictures.
         mean: The model's normalisation, as in its timm configuration; so `std`.
         std: See `mean`.
-        seed: Of the corruption's randomness; a picture keeps its corruption whatever the order of the stream.
+        seed: Of the corruption's randomness. A picture keeps its corruption whatever the sample, the stream and the batch.
     """
 
     def __init__(
@@ -64,31 +72,43 @@ class Corrupted:
         std: Sequence[float],
         seed: int = 0,
     ) -> None:
-        if len(images.pixels) != len(images.labels):
+        if not len(images.pixels) == len(images.labels) == len(images.numbers):
             raise InputError(f"{len(images.pixels)} images have {len(images.labels)} labels: give one label for each.")
         if (name == "clean") != (severity is None):
             raise InputError(
                 f"severity={severity!r} for {name!r}: clean images have none, a corruption has one from 1 to 5."
             )
         if severity is not None:
-            corrupt(images.pixels[:1], name, severity)  # a wrong name or severity is an error here, not in the stream
-        self.name, self.severity, self.labels = name, severity, images.labels
-        self._clean, self._seed = images.pixels, seed
+            require_valid(name, severity, seed, None)
+        if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
+            raise ConfigError(f"mean={mean}, std={std}: give three numbers each, and a deviation above 0.")
+        self.name, self.severity, self.labels, self.seed = name, severity, images.labels, seed
+        self._images = images
         self._mean, self._std = (torch.tensor(values).view(3, 1, 1) for values in (mean, std))
-        self._shown: Pixels | None = None
 
     def load(self, indices: Integers) -> Tensor:
-        if self._shown is None:  # all at once: each picture is met by several methods
-            self._shown = (
-                self._clean if self.severity is None else corrupt(self._clean, self.name, self.severity, seed=self._seed)
-            )
-        unit = torch.from_numpy(self._shown[indices]).permute(0, 3, 1, 2) / 255
-        return (unit - self._mean) / self._std
+        shown = self._images.pixels[indices]
+        if self.severity is not None:
+            shown = corrupt(shown, self.name, self.severity, seed=self.seed, indices=self._images.numbers[indices])
+        return (torch.from_numpy(shown).permute(0, 3, 1, 2) / 255 - self._mean) / self._std
 
-    @property
-    def constants(self) -> str | None:
-        """Whose strengths the corruption has."""
-        return None if self.severity is None else constants_for(*self._clean.shape[1:3])
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        content = hashlib.sha256()
+        for array in self._images:
+            content.update(np.ascontiguousarray(array).data)
+        return {
+            "images": content.hexdigest()[:16],
+            "count": len(self.labels),
+            "size": list(self._images.pixels.shape[1:3]),
+            "corruption": self.name,
+            "severity": self.severity,
+            "seed": self.seed,
+            "constants": None if self.severity is None else constants_for(*self._images.pixels.shape[1:3]),
+            "frost": "procedural" if self.name == "frost" else None,
+            "mean": self._mean.flatten().tolist(),
+            "std": self._std.flatten().tolist(),
+        }
 
     def __repr__(self) -> str:
         return f"Corrupted({title(self)}, {len(self.labels)} images)"

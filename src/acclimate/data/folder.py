@@ -132,13 +132,13 @@ def corrupt_folder(
                 return None
             raise
         whose = constants or constants_for(*image.shape[:2])
-        for (name, severity), file in job.missing.items():
+        for name, severity in job.missing:
             if stop.is_set():
                 break
             shown = corrupt(image, name, severity, seed=seed, indices=[job.index], constants=whose, frost=frost)
             encoded = io.BytesIO()
             Image.fromarray(shown).save(encoded, "JPEG", quality=quality, optimize=True)
-            _write(file, encoded.getvalue())
+            _write(job.file(name, severity), encoded.getvalue())
         return whose, len(job.missing)
 
     quiet = console is None or not console.is_terminal
@@ -170,9 +170,11 @@ class _Job:
     """A picture, its number, and the files that are still to be made of it."""
 
     def __init__(self, index: int, picture: str, wanted: list[tuple[str, int]], target: Path) -> None:
-        self.index, self.picture = index, picture
-        files = {(n, s): target / n / str(s) / Path(picture).with_suffix(".JPEG") for n, s in wanted}
-        self.missing = {which: file for which, file in files.items() if not file.exists()}
+        self.index, self.picture, self._target = index, picture, target
+        self.missing = [which for which in wanted if not os.path.exists(self.file(*which))]
+
+    def file(self, name: str, severity: int) -> Path:
+        return self._target / name / str(severity) / Path(self.picture).with_suffix(".JPEG")
 
 
 def _in_turn(

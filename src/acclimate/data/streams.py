@@ -14,14 +14,14 @@ A setting names what departs from the plain stream; names can be joined by a plu
 `label-shift` and `bs1` go with each of the others: `continual+label-shift`, `mixed+bs1`.
 
 The order depends on the seed, the domains and the setting alone, never on the method or the number of workers, so that two
-methods meet the same batches.
+methods meet the same batches. That of `label-shift` is, as in SAR, the same in every domain.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike, fspath
 from typing import Any, NamedTuple
 
@@ -67,26 +67,29 @@ class Stream:
 
     def __init__(
         self,
-        domains: Domain | Sequence[Domain],
+        domains: Domain | Iterable[Domain],
         setting: str = "normal",
         *,
         batch_size: int = 64,
         seed: int = 2021,
         ratio: float = 500_000,
-        order: str | PathLike[str] | Integers | None = None,
+        order: str | PathLike[str] | Sequence[int] | Integers | None = None,
         workers: int = 0,
     ) -> None:
-        self.domains: Sequence[Domain] = domains if isinstance(domains, Sequence) else [domains]
+        self.domains: list[Domain] = list(domains) if isinstance(domains, Iterable) else [domains]
         self.setting = _canonical(setting)
         for option, value in {"batch_size": batch_size, "seed": seed, "workers": workers}.items():
             least = 1 if option == "batch_size" else 0
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
                 raise ConfigError(f"{option}={value!r}: give a whole number of {least} or more.")
-        require_between(1, float("inf"), ratio=ratio)
-        self.batch_size = 1 if "bs1" in self.setting else batch_size
-        self.seed, self.ratio, self.workers = seed, ratio, workers
+        require_between(1, 1e12, ratio=ratio)
+        self.batch_size = 1 if "bs1" in self.setting else int(batch_size)
+        self.seed, self.ratio, self.workers = int(seed), ratio, workers
         if not self.domains:
             raise ConfigError("A stream needs at least one domain.")
+        titles = [title(domain) for domain in self.domains]
+        if len(set(titles)) < len(titles):
+            raise ConfigError(f"Two domains have the same name ({', '.join(titles)}): their scores could not be told apart.")
         labels = [_checked_labels(domain) for domain in self.domains]
         self._labels = np.concatenate(labels)
         self._starts = np.cumsum([0, *map(len, labels)])
@@ -126,17 +129,19 @@ class Stream:
         if "label-shift" in self.setting:
             return positions[label_shift(self._labels[positions], seed=self.seed, ratio=self.ratio)]
         key = "|".join([str(self.seed), self.setting, str(number), *(title(self.domains[i]) for i in visit)])
-        rng = np.random.default_rng(list(hashlib.sha256(key.encode()).digest()))
+        # numpy promises that its old generator draws the same for ever
+        rng = np.random.RandomState(np.frombuffer(hashlib.sha256(key.encode()).digest(), "<u4"))
         return positions[rng.permutation(len(positions))]
 
-    def _read(self, order: str | PathLike[str] | Integers) -> Integers:
+    def _read(self, order: str | PathLike[str] | Sequence[int] | Integers) -> Integers:
         if "label-shift" not in self.setting or len(self.domains) != 1:
             raise ConfigError("order= is the index file of a label-shift stream of one domain; it fits no other setting.")
         what, indices = "order", np.asarray(order)
-        if not isinstance(order, np.ndarray):
+        if isinstance(order, (str, PathLike)):
             what = fspath(order)
             try:
-                indices = np.load(what, allow_pickle=False)
+                with open(what, "rb") as file:
+                    indices = np.lib.format.read_array(file, allow_pickle=False)
             except (OSError, ValueError, EOFError) as error:
                 raise InputError(f"{what} cannot be read as a numpy array of indices (.npy): {error}") from None
         count = len(self._labels)
@@ -144,7 +149,12 @@ class Stream:
         if not whole or indices.ndim != 1 or indices.min() < 0 or indices.max() >= count:
             found = f"{indices.dtype} {indices.shape}" + (f" from {indices.min()} to {indices.max()}" if whole else "")
             raise InputError(f"{what} does not fit: expected a list of indices from 0 to {count - 1}, got {found}.")
-        return indices.astype(np.int64)
+        indices = indices.astype(np.int64)
+        if _digest(indices) in SAR_DIGESTS and not np.array_equal(self._labels, np.repeat(np.arange(1000), 50)):
+            raise InputError(
+                f"{what} is SAR's order of ImageNet-C's images sorted by class, 50 of each; this domain is not."
+            )
+        return indices
 
     @property
     def order(self) -> Integers:
@@ -154,7 +164,7 @@ class Stream:
     @property
     def digest(self) -> str:
         """SHA-256 of the order: two streams that share it show the same images in the same order."""
-        return hashlib.sha256(self.order.astype("<i8").tobytes()).hexdigest()
+        return _digest(self.order)
 
     # ---- what it shows ----------------------------------------------------------------------------------------
 
@@ -254,6 +264,10 @@ def label_shift(labels: Integers, *, seed: int, ratio: float = 500_000) -> Integ
             images = np.flatnonzero(labels == i)
             indices[when] = images[draws.randint(0, len(images), len(when))]
     return indices
+
+
+def _digest(order: Integers) -> str:
+    return hashlib.sha256(order.astype("<i8").tobytes()).hexdigest()
 
 
 def _choice(chance: npt.NDArray[np.float64], p: npt.NDArray[np.float64]) -> Integers:
