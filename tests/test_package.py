@@ -114,3 +114,12 @@ def test_check_command_on_a_file(tmp_path, capsys):
     file.write_text("import acclimate\n")
     assert cli.main(["check", str(file)]) == 2
     assert "registers no method" in capsys.readouterr().err
+
+
+def test_the_data_in_the_readme_works():
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
+    code = next(block for block in blocks if "CORRUPTIONS" in block)
+    names = {"acclimate": acclimate}
+    exec(code, names)
+    assert names["result"].samples == names["stream"].samples == 2 * 2 * 256
+    assert names["foggy"].shape == names["images"].pixels.shape

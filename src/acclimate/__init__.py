@@ -19,20 +19,22 @@ _HOME = {
     "list_methods": "method",
     "register": "method",
 }
-__all__ = [*_HOME, "__version__", "errors"]  # noqa: PLE0604
+_MODULES = {"bundled": "data.bundled", "errors": "errors"}
+__all__ = [*_HOME, *_MODULES, "__version__"]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from . import errors
     from .adapter import Adapter
     from .check import check_method
+    from .data import bundled
     from .guard import Guard
     from .method import Method, Step, list_methods, register
     from .wrap import adapt, load
 
 
 def __getattr__(name: str) -> Any:
-    if name == "errors":
-        return import_module(".errors", __name__)
+    if name in _MODULES:
+        return import_module(f".{_MODULES[name]}", __name__)
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f".{_HOME[name]}", __name__), name)

@@ -59,6 +59,7 @@ class Corrupted:
         severity: 1 to 5; None for clean pictures.
         mean: The model's normalisation, as in its timm configuration; so `std`.
         std: See `mean`.
+        constants: How strong a severity is: "imagenet-c" or "cifar-10-c"; by default the pictures' size decides.
         seed: Of the corruption's randomness. A picture keeps its corruption whatever the sample, the stream and the batch.
     """
 
@@ -70,6 +71,7 @@ class Corrupted:
         *,
         mean: Sequence[float],
         std: Sequence[float],
+        constants: str | None = None,
         seed: int = 0,
     ) -> None:
         if not len(images.pixels) == len(images.labels) == len(images.numbers):
@@ -79,17 +81,19 @@ class Corrupted:
                 f"severity={severity!r} for {name!r}: clean images have none, a corruption has one from 1 to 5."
             )
         if severity is not None:
-            require_valid(name, severity, seed, None)
+            require_valid(name, severity, seed, constants)
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
             raise ConfigError(f"mean={mean}, std={std}: give three numbers each, and a deviation above 0.")
         self.name, self.severity, self.labels, self.seed = name, severity, images.labels, seed
+        self.constants = constants or constants_for(*images.pixels.shape[1:3])
         self._images = images
         self._mean, self._std = (torch.tensor(values).view(3, 1, 1) for values in (mean, std))
 
     def load(self, indices: Integers) -> Tensor:
         shown = self._images.pixels[indices]
         if self.severity is not None:
-            shown = corrupt(shown, self.name, self.severity, seed=self.seed, indices=self._images.numbers[indices])
+            numbers = self._images.numbers[indices]
+            shown = corrupt(shown, self.name, self.severity, seed=self.seed, indices=numbers, constants=self.constants)
         return (torch.from_numpy(shown).permute(0, 3, 1, 2) / 255 - self._mean) / self._std
 
     @cached_property
@@ -104,7 +108,7 @@ class Corrupted:
             "corruption": self.name,
             "severity": self.severity,
             "seed": self.seed,
-            "constants": None if self.severity is None else constants_for(*self._images.pixels.shape[1:3]),
+            "constants": None if self.severity is None else self.constants,
             "frost": "procedural" if self.name == "frost" else None,
             "mean": self._mean.flatten().tolist(),
             "std": self._std.flatten().tolist(),

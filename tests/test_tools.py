@@ -1,0 +1,121 @@
+"""The scripts that made the bundled model and the tables still run, and do what they say."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib.util
+import json
+import struct
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from acclimate.data import bundled
+
+TOOLS = Path(__file__).parents[1] / "tools"
+
+
+def tool(name: str):
+    spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def call(module, monkeypatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", [module.__name__, *map(str, arguments)])
+    module.main()
+
+
+@pytest.fixture
+def fashion(tmp_path):
+    """Files in Fashion-MNIST's format, with few images."""
+    rng = np.random.default_rng(0)
+    for part, count in (("train", 256), ("t10k", 40)):
+        images, labels = rng.integers(0, 256, (count, 28, 28), np.uint8), rng.integers(0, 10, count, np.uint8)
+        for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
+            header = struct.pack(f">I{array.ndim}I", 0x800 + array.ndim, *array.shape)
+            (tmp_path / f"{part}-{kind}-ubyte.gz").write_bytes(gzip.compress(header + array.tobytes()))
+    return tmp_path
+
+
+def test_an_interrupted_training_ends_with_the_same_weights(fashion, tmp_path, monkeypatch):
+    train = tool("train_bundled")
+
+    def arguments(name: str) -> list[object]:
+        out = ["--checkpoint", tmp_path / f"{name}.pt", "--out", tmp_path / f"{name}.safetensors"]
+        return ["--data", fashion, "--epochs", 2, "--full", 1, *out]
+
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        call(train, monkeypatch, *arguments("whole"))
+        real = train.run_epoch
+
+        def interrupted(epoch, *rest):
+            if epoch == 1:
+                raise KeyboardInterrupt
+            return real(epoch, *rest)
+
+        monkeypatch.setattr(train, "run_epoch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call(train, monkeypatch, *arguments("cut"))
+        assert not (tmp_path / "cut.safetensors").exists()
+        monkeypatch.setattr(train, "run_epoch", real)
+        with pytest.raises(SystemExit, match="another training"):
+            call(train, monkeypatch, *arguments("cut"), "--seed", 1)
+        call(train, monkeypatch, *arguments("cut"))
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    whole, cut = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "cut"))
+    assert whole.keys() == bundled.architecture().state_dict().keys()
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+def test_training_uses_no_more_operations_than_it_says():
+    stretching = {"AutoContrast", "Equalize"}  # named in the docstring
+    geometry = {"Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel"}
+    levels = {"PosterizeIncreasing", "SolarizeIncreasing"}
+    assert set(tool("train_bundled").OPERATIONS) == stretching | geometry | levels
+
+
+def test_tuning_gives_every_method_the_same_trials(tmp_path, monkeypatch):
+    tune = tool("tune_bundled")
+    out = tmp_path / "tuned.json"
+    call(tune, monkeypatch, "--trials", 2, "--images", 8, "--runs", tmp_path / "runs", "--out", out)
+    outcome = json.loads(out.read_text())
+    assert {method: len(trials) for method, trials in outcome["trials"].items()} == {"tent": 2, "sar": 2, "dct": 2}
+    tried = [outcome["trials"][method][1]["options"] for method in ("tent", "sar", "dct")]
+    assert tried[0]["lr"] == tried[1]["lr"] == tried[2]["lr"] and tried[1]["margin"] == tried[2]["margin"]
+    for method, trials in outcome["trials"].items():
+        best = max(trials, key=lambda trial: trial["mean"])
+        assert outcome["chosen"][method] == best["options"]
+
+
+def test_the_photographs_are_optional(tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="skipped"):
+        call(tool("try_imagenet_tiny"), monkeypatch, "--assets", tmp_path)
+
+
+def test_the_check_on_photographs_writes_its_table(tmp_path, monkeypatch, capsys):
+    script = tool("try_imagenet_tiny")
+    save_file(timm.create_model("vit_tiny_patch16_224").state_dict(), tmp_path / script.WEIGHTS)
+    (tmp_path / "nips17" / "images").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    with (tmp_path / "nips17" / "labels.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["file", "label"])
+        for i in range(3):
+            Image.fromarray(rng.integers(0, 256, (248, 248, 3), np.uint8)).save(tmp_path / "nips17" / "images" / f"{i}.png")
+            rows.writerow([f"images/{i}.png", i])
+    options = ["--corruptions", "fog,contrast", "--severities", "3", "--methods", "source", "--runs", tmp_path / "runs"]
+    call(script, monkeypatch, "--assets", tmp_path, *options)
+    assert "| method | fog | contr | mean |" in capsys.readouterr().out
+    specs = [json.loads(path.read_text())["spec"] for path in (tmp_path / "runs").glob("*/result.json")]
+    assert [spec["data"]["constants"] for spec in specs] == ["imagenet-c"] * 2

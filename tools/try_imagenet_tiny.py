@@ -1,0 +1,81 @@
+"""A check on real photographs: source, tent, sar and dct with an ImageNet ViT-Tiny, under all 15 corruptions.
+
+    python tools/try_imagenet_tiny.py --assets DIR [--severities 5,3] [--corruptions fog,snow]
+
+DIR holds `vit_tiny_patch16_224.in1k.safetensors` (a state dict of timm's `vit_tiny_patch16_224` for ImageNet-1k, normalised
+with 0.5) and `nips17/` with 1000 labelled photographs. Every method runs with its own defaults, from the source model for
+each corruption, on the same photographs in the same order, in batches of 64. Finished runs are kept in runs/imagenet-tiny,
+so that an interrupted table goes on where it was. The tables are printed as Markdown. A cell of 1000 images has a standard
+error of up to 1.6 points; as all cells show the same photographs, that of a mean is not much smaller.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from pathlib import Path
+
+import numpy as np
+import timm
+from PIL import Image
+from rich.console import Console
+from rich.progress import track
+from safetensors.torch import load_file
+from timm.data import resolve_model_data_config
+
+from acclimate.bench.store import Store
+from acclimate.bench.sweep import sweep
+from acclimate.bench.tables import markdown, terminal
+from acclimate.data.corruptions import CORRUPTIONS
+from acclimate.data.datasets import Corrupted, Images
+from acclimate.data.streams import Stream
+
+WEIGHTS = "vit_tiny_patch16_224.in1k.safetensors"
+SIZE = 224
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--assets", type=Path, required=True, help="the folder with the weights and the photographs")
+    parser.add_argument("--severities", default="5,3", help="default: %(default)s")
+    parser.add_argument("--corruptions", default=",".join(CORRUPTIONS), help="default: all 15")
+    parser.add_argument("--methods", default="source,tent,sar,dct", help="default: %(default)s")
+    parser.add_argument("--runs", type=Path, default=Path("runs/imagenet-tiny"))
+    options = parser.parse_args()
+    if not (options.assets / WEIGHTS).exists():
+        sys.exit(f"skipped: {options.assets / WEIGHTS} is not there.")
+
+    model = timm.create_model("vit_tiny_patch16_224", pretrained=False)
+    model.load_state_dict(load_file(options.assets / WEIGHTS))
+    normalisation = {key: resolve_model_data_config(model)[key] for key in ("mean", "std")}
+    images = photographs(options.assets / "nips17")
+    console = Console()
+    for severity in map(int, options.severities.split(",")):
+        domains = [Corrupted(images, name, severity, **normalisation) for name in options.corruptions.split(",")]
+        outcomes = sweep(
+            model.eval(),
+            [Stream(domain, seed=0) for domain in domains],
+            {method: {} for method in options.methods.split(",")},
+            model_name="vit_tiny_patch16_224.in1k",
+            store=Store(options.runs),
+            console=console,
+        )
+        console.print(terminal(outcomes, f"Top-1 in %, severity {severity}, {len(images.labels)} photographs"))
+        print(markdown(outcomes))
+
+
+def photographs(folder: Path) -> Images:
+    """The photographs, cropped to the model's size, and their ImageNet classes."""
+    with (folder / "labels.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    pixels = np.empty((len(rows), SIZE, SIZE, 3), np.uint8)
+    for i, row in enumerate(track(rows, description="photographs", console=Console(stderr=True), transient=True)):
+        picture = Image.open(folder / row["file"]).convert("RGB")
+        left, top = ((side - SIZE) // 2 for side in picture.size)
+        pixels[i] = np.asarray(picture.crop((left, top, left + SIZE, top + SIZE)))
+    return Images(pixels, np.array([int(row["label"]) for row in rows]), np.arange(len(rows)))
+
+
+if __name__ == "__main__":
+    main()
