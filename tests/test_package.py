@@ -121,5 +121,5 @@ def test_the_data_in_the_readme_works():
     code = next(block for block in blocks if "CORRUPTIONS" in block)
     names = {"acclimate": acclimate}
     exec(code, names)
-    assert names["result"].samples == names["stream"].samples == 2 * 2 * 256
+    assert names["result"].samples == names["stream"].samples == 2 * 10 * 51  # two domains, ten classes, 51 steps each
     assert names["foggy"].shape == names["images"].pixels.shape
