@@ -38,11 +38,10 @@ from timm.data.auto_augment import RandAugment, rand_augment_ops
 from timm.data.mixup import Mixup
 from timm.data.random_erasing import RandomErasing
 from timm.models.vision_transformer import VisionTransformer
-from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from acclimate.data import bundled
-from acclimate.data.datasets import Images
+from acclimate.data.datasets import Images, normalised
 
 OPERATIONS = ["AutoContrast", "Equalize", "Rotate", "PosterizeIncreasing", "SolarizeIncreasing", "ShearX", "ShearY",
               "TranslateXRel", "TranslateYRel"]  # fmt: skip
@@ -137,7 +136,8 @@ def run_epoch(
     for number, batch in enumerate(progress.track(batches.numpy(), description=f"epoch {epoch + 1}")):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(epoch + number / len(batches), options)
-        images = erase(normalised(np.stack([flipped(augment(Image.fromarray(train.pixels[i]))) for i in batch])))
+        shown = [flipped(augment(Image.fromarray(train.pixels[i]))) for i in batch]
+        images = erase(normalised(np.stack(shown), bundled.MEAN, bundled.STD))
         mixed, targets = mixup(images, torch.from_numpy(train.labels[batch]))
         loss = cross_entropy(model(mixed), targets)
         optimizer.zero_grad()
@@ -163,15 +163,12 @@ def flipped(picture: Image.Image) -> Image.Image:
     return picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if random.random() < 0.5 else picture
 
 
-def normalised(pixels: np.ndarray) -> Tensor:
-    unit = torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255
-    return (unit - torch.tensor(bundled.MEAN).view(3, 1, 1)) / torch.tensor(bundled.STD).view(3, 1, 1)
-
-
 @torch.inference_mode()
 def accuracy(model: VisionTransformer, test: Images) -> float:
     model.eval()
-    predictions = [model(normalised(chunk)).argmax(1) for chunk in np.array_split(test.pixels, 40)]
+    predictions = [
+        model(normalised(chunk, bundled.MEAN, bundled.STD)).argmax(1) for chunk in np.array_split(test.pixels, 40)
+    ]
     return (torch.cat(predictions) == torch.from_numpy(test.labels)).float().mean().item()
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
+from collections.abc import Iterable
+from numbers import Integral
 
 
 class AcclimateError(Exception):
@@ -41,3 +44,16 @@ def require_between(low: float, high: float, *, optional: bool = False, **option
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
             limits = f"a number of {low} or more" if math.isinf(high) else f"a number from {low} to {high}"
             raise ConfigError(f"{name}={value!r}: give {limits}.")
+
+
+def require_whole(least: int, **options: object) -> None:
+    """Refuse an option that is not a whole number of at least so much; numpy's count as well."""
+    for name, value in options.items():
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+            raise ConfigError(f"{name}={value!r}: give a whole number of {least} or more.")
+
+
+def nearest(name: str, known: Iterable[str], cutoff: float) -> str:
+    """The hint of an error about an unknown name, or nothing if no known one is near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -7,7 +7,6 @@ arguments with the paper's defaults, each stored under its own name.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .engine import Engine
-from .errors import ConfigError
+from .errors import ConfigError, nearest
 from .vit import ViT
 
 
@@ -111,7 +110,7 @@ def find(method: str | type[Method]) -> type[Method]:
         return method
     known = list_methods()
     if method not in known:
-        raise ConfigError(f"Unknown method {method!r}.{_nearest(str(method), known)} Known: {', '.join(known)}.")
+        raise ConfigError(f"Unknown method {method!r}.{nearest(str(method).lower(), known, 0.5)} Known: {', '.join(known)}.")
     return _REGISTRY[str(method)]
 
 
@@ -121,20 +120,14 @@ def create(method: str | type[Method], options: Mapping[str, Any]) -> Method:
     known = cls.options()
     for name in options:
         if name not in known:
-            raise ConfigError(
-                f"{cls.name or cls.__name__} has no option {name!r}.{_nearest(name, known)} Options: {', '.join(known)}."
-            )
+            hint = nearest(name.lower(), known, 0.5)
+            raise ConfigError(f"{cls.name or cls.__name__} has no option {name!r}.{hint} Options: {', '.join(known)}.")
     return cls(**options)
 
 
 def is_registered(method: Method) -> bool:
     """Whether the method's name leads back to its class; a subclass does not inherit its parent's place."""
     return _REGISTRY.get(method.name) is type(method)
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 _loading = threading.RLock()

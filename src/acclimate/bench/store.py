@@ -8,6 +8,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+from .._files import write_whole
 from ..errors import StateError
 from .run import Result
 from .spec import Spec
@@ -50,13 +51,6 @@ class Store:
     def write(self, spec: Spec, result: Result) -> Path:
         """Keep a result. It appears whole or not at all."""
         path = self.root / spec.folder / FILE
-        half = path.with_suffix(f".{os.getpid()}.tmp")
         values = asdict(result) | {"nll": result.nll if math.isfinite(result.nll) else None}  # JSON has no infinity
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            half.write_text(json.dumps({"spec": asdict(spec), "result": values}, indent=1, allow_nan=False))
-            os.replace(half, path)
-        except OSError as error:
-            half.unlink(missing_ok=True)
-            raise StateError(f"Cannot write {path}: {error.strerror}.") from error
+        write_whole(path, json.dumps({"spec": asdict(spec), "result": values}, indent=1, allow_nan=False).encode())
         return path

@@ -18,7 +18,6 @@ does not depend on its batch, on the order or on the number of threads.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import zlib
@@ -29,7 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, nearest, require_whole
 from . import _formulas as formulas
 from ._formulas import Random, Textures
 from ._frost import ice, photographs
@@ -182,13 +181,10 @@ def require_valid(name: str, severity: int, seed: int, constants: str | None) ->
     """Refuse what does not exist."""
     known = (*CORRUPTIONS, *EXTRA)
     if name not in known:
-        close = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"unknown corruption {name!r}.{hint} There are: {', '.join(known)}.")
+        raise ConfigError(f"unknown corruption {name!r}.{nearest(str(name), known, 0.4)} There are: {', '.join(known)}.")
     if isinstance(severity, bool) or not isinstance(severity, (int, np.integer)) or severity not in SEVERITIES:
         raise ConfigError(f"severity={severity!r}: give a whole number from 1 to 5.")
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or seed < 0:
-        raise ConfigError(f"seed={seed!r}: give a whole number of 0 or more.")
+    require_whole(0, seed=seed)
     if constants is not None and constants not in CONSTANTS:
         raise ConfigError(f"constants={constants!r}: give {' or '.join(map(repr, CONSTANTS))}, or None to choose by size.")
 

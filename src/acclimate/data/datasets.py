@@ -87,14 +87,14 @@ class Corrupted:
         self.name, self.severity, self.labels, self.seed = name, severity, images.labels, seed
         self.constants = constants or constants_for(*images.pixels.shape[1:3])
         self._images = images
-        self._mean, self._std = (torch.tensor(values).view(3, 1, 1) for values in (mean, std))
+        self._mean, self._std = mean, std
 
     def load(self, indices: Integers) -> Tensor:
         shown = self._images.pixels[indices]
         if self.severity is not None:
             numbers = self._images.numbers[indices]
             shown = corrupt(shown, self.name, self.severity, seed=self.seed, indices=numbers, constants=self.constants)
-        return (torch.from_numpy(shown).permute(0, 3, 1, 2) / 255 - self._mean) / self._std
+        return normalised(shown, self._mean, self._std)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -110,12 +110,18 @@ class Corrupted:
             "seed": self.seed,
             "constants": None if self.severity is None else self.constants,
             "frost": "procedural" if self.name == "frost" else None,
-            "mean": self._mean.flatten().tolist(),
-            "std": self._std.flatten().tolist(),
+            "mean": [float(value) for value in self._mean],
+            "std": [float(value) for value in self._std],
         }
 
     def __repr__(self) -> str:
         return f"Corrupted({title(self)}, {len(self.labels)} images)"
+
+
+def normalised(pixels: Pixels, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """uint8 (N, height, width, 3) as what a model takes, (N, 3, height, width)."""
+    centre, spread = (torch.tensor(values).view(3, 1, 1) for values in (mean, std))
+    return (torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - centre) / spread
 
 
 def title(domain: Domain) -> str:

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .. import __version__
+from .._files import write_whole
 from ..errors import ConfigError, InputError, StateError, require_between
 from ._frost import photographs
 from .corruptions import Pixels, constants_for, corrupt, require_valid
@@ -138,7 +139,7 @@ def corrupt_folder(
             shown = corrupt(image, name, severity, seed=seed, indices=[job.index], constants=whose, frost=frost)
             encoded = io.BytesIO()
             Image.fromarray(shown).save(encoded, "JPEG", quality=quality, optimize=True)
-            _write(job.file(name, severity), encoded.getvalue())
+            write_whole(job.file(name, severity), encoded.getvalue())
         return whose, len(job.missing)
 
     quiet = console is None or not console.is_terminal
@@ -152,7 +153,7 @@ def corrupt_folder(
                         f"{_some(problems, '; ')}. Nothing was written. Remove what cannot be read, or leave it out with "
                         "skip_unreadable=True (on the command line --skip-unreadable)."
                     )
-            _write(target / PROTOCOL, json.dumps(settings, indent=1).encode())
+            write_whole(target / PROTOCOL, json.dumps(settings, indent=1).encode())
             for job, done in _in_turn(pool, write, jobs, progress, "writing"):
                 if done is None:
                     report.unreadable.append(job.picture)
@@ -272,17 +273,6 @@ def _require_same(target: Path, settings: dict[str, Any]) -> None:
     if changed:
         was = ", ".join(f"{key} {before.get(key)!r}, now {settings.get(key)!r}" for key in sorted(changed))
         raise StateError(f"{target} was made with other settings ({was}): repeat those, or give a new folder.")
-
-
-def _write(file: Path, content: bytes) -> None:
-    half = file.with_name(f".{file.name}.half")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        half.write_bytes(content)
-        os.replace(half, file)
-    except OSError as error:
-        half.unlink(missing_ok=True)
-        raise StateError(f"Cannot write {file}: {error.strerror}.") from error
 
 
 def _digest(content: bytes) -> str:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from os import PathLike, fspath
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..errors import ConfigError, InputError, require_between
+from ..errors import ConfigError, InputError, require_between, require_whole
 from .datasets import Domain, Integers, title
 
 SETTINGS = ("normal", "bs1", "label-shift", "mixed", "continual", "gradual")
@@ -78,10 +79,8 @@ class Stream:
     ) -> None:
         self.domains: list[Domain] = list(domains) if isinstance(domains, Iterable) else [domains]
         self.setting = _canonical(setting)
-        for option, value in {"batch_size": batch_size, "seed": seed, "workers": workers}.items():
-            least = 1 if option == "batch_size" else 0
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-                raise ConfigError(f"{option}={value!r}: give a whole number of {least} or more.")
+        require_whole(1, batch_size=batch_size)
+        require_whole(0, seed=seed, workers=workers)
         require_between(1, 1e12, ratio=ratio)
         self.batch_size = 1 if "bs1" in self.setting else int(batch_size)
         self.seed, self.ratio, self.workers = int(seed), ratio, workers
@@ -161,7 +160,7 @@ class Stream:
         """Every image of the stream, by its position in the list of all domains' images, one domain after another."""
         return np.concatenate(self._parts)
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the order: two streams that share it show the same images in the same order."""
         return _digest(self.order)
