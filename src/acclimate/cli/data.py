@@ -1,0 +1,9 @@
+"""`acclimate data`."""
+
+from __future__ import annotations
+
+from ._words import Commands
+
+
+def add(commands: Commands) -> None:
+    """To be written."""
