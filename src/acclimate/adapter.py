@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import threading
 import time
 import weakref
@@ -10,7 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +24,17 @@ from .guard import Guard
 from .method import Method, Step, is_registered
 from .vit import ViT, fingerprint, view
 
+if TYPE_CHECKING:
+    from .parallel import Ranks
+
+COST_ONLY = {"micro_batch", "compile"}  # options that change the cost of a run, and its result by rounding only
 WRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _FROZEN: ContextVar[frozenset[int]] = ContextVar("frozen", default=frozenset())  # adapters, per thread
 
 
 @dataclass(frozen=True)
 class Record:
-    """What happened in one step."""
+    """What happened in one step, on all ranks together if they share the batch."""
 
     step: int
     samples: int
@@ -66,6 +72,10 @@ class Adapter(nn.Module):
 
     The model is changed in place, as little as the method needs; `unwrap` undoes that bit for bit. The model is always
     run in evaluation mode, whatever `train()` and `eval()` say: to predict without adapting, use `frozen`.
+
+    With a process group, each rank passes its share of every batch, and all hold the same state. So `reset`, `rollback` and
+    `load` are to be called on every rank; `save` and calls inside `frozen` exchange nothing, any rank may make them alone.
+    A copy made by `copy.deepcopy` on every rank belongs to the same group; such an adapter cannot be pickled.
     """
 
     def __init__(
@@ -80,6 +90,7 @@ class Adapter(nn.Module):
         precision: str = "float32",
         compile: bool | str = False,
         seed: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
         if predict not in ("before", "after"):
@@ -107,6 +118,7 @@ class Adapter(nn.Module):
                 precision=precision,
                 compile=compile,
                 rng=rng,
+                ranks=ranks,
             )
         except BaseException:
             self._give_back(vit)
@@ -142,7 +154,30 @@ class Adapter(nn.Module):
         self.engine.source = [self._initial[name] for name in self.engine.named]  # one copy serves both
         self._last: Snapshot | None = None  # the user's
         self._good: Snapshot | None = None  # the guard's
+        if ranks is not None:
+            try:
+                self._require_equal(ranks)
+            except BaseException:
+                self._give_back(vit)
+                raise
         WRAPPED.add(model)
+
+    def _require_equal(self, ranks: Ranks) -> None:
+        """Refuse ranks that would not make the same run of the same batches."""
+        options = {name: value for name, value in self._options.items() if name not in COST_ONLY}
+        run = json.dumps([type(self.method).__qualname__, self.method.config, options], sort_keys=True, default=repr)
+        begin = fingerprint(self.engine.vit, {**self._initial, **self._constants()})["weights"]
+        digests = {**self.fingerprint(), "run": hashlib.sha256(run.encode()).hexdigest()[:16], "begin": begin}
+        for what, others in ranks.differing(digests).items():
+            who = f"Rank {', '.join(map(str, others))}"
+            if what == "architecture":
+                raise ModelError(f"{who} wraps a model of another architecture than rank 0.")
+            if what == "weights":
+                raise ModelError(f"{who} wraps a model with other weights than rank 0: load the same ones on every rank.")
+            if what == "run":
+                raise ConfigError(f"{who} was given another method or other options than rank 0.")
+            name = type(self.method).__name__
+            raise ConfigError(f"{who} begins with another state than rank 0: does {name}.attach draw from `rng` alone?")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -157,52 +192,72 @@ class Adapter(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """Logits of a batch, (batch, classes); the model adapts to the batch unless it is frozen."""
         with self._alone():
-            images = self.engine.vit.check(images)
             if id(self) in _FROZEN.get():
-                return self.engine.predict(images)
-            start = time.perf_counter()
-            step = self._step(images)
-            self.steps += 1
-            drift = self.engine.drift()
-            if step.logits.isfinite().all():
-                event = self._watch(images, step.logits, drift) or step.event
-            else:
-                event = step.event or "the logits are not finite"
-            self.record = Record(
-                step=int(self.steps),
-                samples=len(images),
-                entropy=float(entropy(step.logits).mean()),
-                used=step.used,
-                loss=step.loss,
-                recovery=step.recovery,
-                drift=drift,
-                event=event,
-                milliseconds=1000 * (time.perf_counter() - start),
-            )
-            return step.logits
+                return self.engine.predict(self._checked(images))
+            with self.engine.together():
+                return self._adapt(self._checked(images))
 
-    def _step(self, images: Tensor) -> Step:
+    def _checked(self, images: Tensor) -> Tensor:
+        """The images as the model takes them; a rank's share of a batch may be empty."""
+        check, alone = self.engine.vit.check, self.engine.ranks is None
+        if alone or not isinstance(images, Tensor) or images.ndim != 4 or len(images):
+            return check(images)
+        return check(images.new_zeros(1, *images.shape[1:]))[:0]
+
+    def _adapt(self, images: Tensor) -> Tensor:
+        """Predict, adapt, let the guard look, and leave a record."""
+        start = time.perf_counter()
+        engine = self.engine
+        samples = len(images)
+        if engine.ranks is not None:
+            samples = engine.ranks.start(samples, int(self.steps), engine.drift())
+        step, logits = self._step(images, samples)
+        self.steps += 1
+        drift = engine.drift()
+        if logits.isfinite().all():
+            event = self._watch(images, step.logits, logits, drift) or step.event
+        else:
+            event = step.event or "the logits are not finite"
+        self.record = Record(
+            step=int(self.steps),
+            samples=samples,
+            entropy=float(entropy(logits).mean()),
+            used=step.used,
+            loss=step.loss,
+            recovery=step.recovery,
+            drift=drift,
+            event=event,
+            milliseconds=1000 * (time.perf_counter() - start),
+        )
+        return step.logits
+
+    def _step(self, images: Tensor, samples: int) -> tuple[Step, Tensor]:
+        """A step, and the logits of the whole batch of so many samples, of which the step's may be one rank's share."""
         engine = self.engine
         if self.guard is not None and bool(self.guard.stopped):
-            return Step(engine.predict(images), event="frozen: the guard stopped adaptation")
+            step = Step(engine.predict(images), event="frozen: the guard stopped adaptation")
+            return step, engine.gather(step.logits)
         first = not int(self.batch_size)
-        before = self._capture() if self._after else None  # the pass after the update may fail too
+        # the pass after the update may fail too, and so may another rank
+        before = self._capture() if self._after or engine.ranks is not None else None
         try:
-            if first:
-                self._start(len(images))
-            step = self.method.step(images, engine)
-            if self._after:
-                step.logits = engine.predict(images)
-            engine.kept_share.fill_(step.used / len(images))
-            return step
+            with engine.together():
+                if first:
+                    self._start(samples)
+                step = self.method.step(images, engine)
+                if self._after:
+                    step.logits = engine.predict(images)
+                engine.kept_share.fill_(step.used / samples)
+                return step, engine.gather(step.logits)
         except BaseException as error:
             if first:
                 self._start(0)
             if before is not None:
-                self._apply_snapshot(before)
+                self._apply_snapshot({**before, "loss_scale": engine.loss_scale})  # an overflow has to lower the scale
             if self.guard is None or not isinstance(error, NonFiniteError):
                 raise
-            return Step(engine.predict(images), event=f"skipped: {error}")
+            step = Step(engine.predict(images), event=f"skipped: {error}")
+            return step, engine.gather(step.logits)
         finally:
             for p in engine.parameters:
                 p.grad = None
@@ -212,8 +267,8 @@ class Adapter(nn.Module):
         self.batch_size.fill_(batch_size)
         self.engine.optimizer = self.method.optimizer(batch_size) if batch_size else None
 
-    def _watch(self, images: Tensor, logits: Tensor, drift: float) -> str | None:
-        """Let the guard look at a step, and act on what it says."""
+    def _watch(self, images: Tensor, mine: Tensor, logits: Tensor, drift: float) -> str | None:
+        """Let the guard look at a step, and act on it: `logits` are the whole batch's, `mine` those of `images`."""
         guard, engine = self.guard, self.engine
         if guard is None or not engine.parameters or bool(guard.stopped):
             return None
@@ -223,8 +278,8 @@ class Adapter(nn.Module):
             problem = f"drift of {drift:.3g} from the source"
         elif guard.suspects(engine.num_classes):
             with engine.at_source():
-                agrees = engine.predict(images).argmax(-1) == logits.argmax(-1)
-            if guard.collapsed(agrees):
+                agrees = engine.predict(images).argmax(-1) == mine.argmax(-1)
+            if guard.collapsed(engine.gather(agrees)):
                 problem = "the predictions collapsed"
         elif guard.good(engine.num_classes):
             self._good = self._capture()
@@ -346,7 +401,7 @@ class Adapter(nn.Module):
             theirs = {"method": header["method"], **header["config"], **header["options"]}
             differences = [
                 f"{key} is {theirs.get(key)!r} in the file, {mine.get(key)!r} here"
-                for key in sorted({*mine, *theirs} - {"micro_batch", "compile"})  # these change the cost alone
+                for key in sorted({*mine, *theirs} - COST_ONLY)
                 if _plain(mine.get(key)) != _plain(theirs.get(key))
             ]
             if differences:
@@ -424,6 +479,7 @@ class Adapter(nn.Module):
         count = sum(p.numel() for p in self.engine.parameters)
         model = f"{self.engine.vit.family} {type(self.model).__name__}, {len(self.engine.vit.blocks)} blocks"
         where = "unwrapped" if self._unwrapped else f"step {int(self.steps)}"
+        where += "" if self.engine.ranks is None else f"; {self.engine.ranks!r}"
         return f"Adapter({self.method!r} on {model}; {count:,} parameters adapt; {where})"
 
 

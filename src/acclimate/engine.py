@@ -5,6 +5,9 @@ over micro-batches, divided once at the end. That gives the numbers of the whole
 micro-batch. A sample that the method rejects is not passed backward, unless it shares a micro-batch with so many kept ones
 that leaving it out would cost more. On a CPU the micro-batches are spread over worker threads: several small matrix products
 side by side are faster than one product split over the cores.
+
+The same holds across processes: the ranks of a group each pass their share of a batch, and sums and counts are added up over
+the ranks before the division (see `parallel.py`).
 """
 
 from __future__ import annotations
@@ -14,16 +17,19 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .errors import ConfigError, NonFiniteError
 from .vit import ViT, samples_interact
+
+if TYPE_CHECKING:
+    from .parallel import Ranks
 
 T = TypeVar("T")
 Objective = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -42,25 +48,30 @@ def entropy(logits: Tensor) -> Tensor:
 
 @dataclass
 class Sweep:
-    """What one pass over a batch saw, in the batch's order; the gradient of the mean kept loss is in `.grad`."""
+    """What one pass over a batch saw, in the batch's order; the gradient of the mean kept loss is in `.grad`.
+
+    If several ranks share the batch, the tensors are of this rank's samples, and `used` and `loss` are of all: a method
+    that decides by these two decides alike on every rank.
+    """
 
     logits: Tensor
     losses: Tensor
     kept: Tensor
+    overall: tuple[int, float] | None = field(default=None, kw_only=True)  # `used` and `loss` over several ranks
 
     @property
     def used(self) -> int:
-        return int(self.kept.sum())
+        return int(self.kept.sum()) if self.overall is None else self.overall[0]
 
     @property
     def loss(self) -> float:
         """Mean loss of the kept samples, NaN if there are none."""
-        return float(self.losses[self.kept].mean())
+        return float(self.losses[self.kept].mean()) if self.overall is None else self.overall[1]
 
 
 @dataclass
 class Passes:
-    """What was spent: samples passed forward, and samples passed backward."""
+    """What this process spent: samples passed forward, and samples passed backward."""
 
     forward: int = 0
     backward: int = 0
@@ -82,7 +93,8 @@ class Engine:
             passed whole whatever is said here.
         precision: "float32", or autocast to "bfloat16" or "float16" (the latter with loss scaling).
         compile: `torch.compile` the forward pass; a string names the backend.
-        rng: Source of all randomness of a method.
+        rng: Source of all randomness of a method. Where ranks share a batch, draw the same on all of them.
+        ranks: The processes that share every batch; None if this one is alone.
     """
 
     def __init__(
@@ -95,6 +107,7 @@ class Engine:
         precision: str = "float32",
         compile: bool | str = False,
         rng: torch.Generator,
+        ranks: Ranks | None = None,
     ) -> None:
         if precision not in PRECISIONS:
             raise ConfigError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}.")
@@ -115,6 +128,12 @@ class Engine:
         self._micro_batch = micro_batch
         self._dtype = PRECISIONS[precision]
         self.whole = samples_interact(vit.model)  # batches are not cut
+        self.ranks = ranks
+        if ranks is not None and self.whole:
+            raise ConfigError(
+                "group: in this model the samples of a batch interact (BatchNorm on batch statistics), so that ranks cannot "
+                "share a batch. Adapt it in one process."
+            )
         self._compile = compile
         self._logits = self._compiled()
 
@@ -153,6 +172,8 @@ class Engine:
         def work(parts: Sequence[Tensor]) -> Tensor:
             return torch.cat([self.forward(part) for part in parts])
 
+        if not len(images):
+            return self._unseen(images).logits
         return torch.cat(self._spread(work, images, selective=False))
 
     def gradient(
@@ -168,6 +189,8 @@ class Engine:
 
         Raises:
             NonFiniteError: if that gradient, or a logit, is not finite. Nothing has been changed but float16's loss scale.
+
+        If ranks share the batch, the mean is over the samples that any of them keeps, and all ranks have to call this.
         """
 
         if among is not None and self.whole:
@@ -186,14 +209,21 @@ class Engine:
                     total = self._accumulate(total, loss)
             return sweeps, total
 
-        results = self._spread(work, images, selective)
-        seen = [sweep for sweeps, _ in results for sweep in sweeps]
+        results = self._spread(work, images, selective) if len(images) else []
+        seen = [sweep for sweeps, _ in results for sweep in sweeps] or [self._unseen(images)]
         sweep = Sweep(*(torch.cat([getattr(s, name) for s in seen]) for name in ("logits", "losses", "kept")))
         if not sweep.logits.isfinite().all():
             raise NonFiniteError("the logits of this batch are not finite; no update was applied.")
+        if self.ranks is not None:
+            sweep.overall = self.ranks.mean(sweep.losses[sweep.kept])
         totals = [total for _, total in results if total is not None]
         self._set_gradient(totals, sweep.used)
         return sweep
+
+    def _unseen(self, images: Tensor) -> Sweep:
+        """Of no sample: an empty share of a batch, or one of which nothing is left."""
+        losses = torch.zeros(0, dtype=torch.promote_types(images.dtype, torch.float32), device=images.device)
+        return Sweep(losses.new_zeros(0, self.num_classes), losses, losses > 0)
 
     def _pass(self, images: Tensor, objective: Objective) -> tuple[Sweep, Tensor | None]:
         """Forward one micro-batch; the second result is the summed loss of what it keeps, with its graph."""
@@ -225,11 +255,13 @@ class Engine:
     def _set_gradient(self, totals: list[list[Tensor]], count: int) -> None:
         for p in self.parameters:
             p.grad = None
-        if not totals:
+        if not count:
             return
-        total = totals[0]
+        total = totals[0] if totals else [torch.zeros_like(p) for p in self.parameters]  # what is kept, other ranks have
         for more in totals[1:]:
             torch._foreach_add_(total, more)
+        if self.ranks is not None:
+            total = self.ranks.sum(total)
         torch._foreach_div_(total, count * float(self.loss_scale))
         self._gradient_norm = float(global_norm(total))
         if not math.isfinite(self._gradient_norm):
@@ -263,6 +295,20 @@ class Engine:
         if selective and float(self.kept_share) < 0.75:
             size //= 2
         return min(size, math.ceil(len(images) / workers))
+
+    # ---- ranks ------------------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """One row per sample of this rank's share of a batch, to those of the whole batch, the same on every rank.
+
+        A method that remembers samples (a bank), or that compares the samples of a batch (the k surest), has to do so with
+        what this returns; all ranks have to call it. Without a group it returns the tensor itself.
+        """
+        return tensor if self.ranks is None else self.ranks.gather(tensor)
+
+    def together(self) -> AbstractContextManager[None]:
+        """What fails inside on one rank fails on all of them, once they next exchange something."""
+        return nullcontext() if self.ranks is None else self.ranks.together()
 
     # ---- updates ----------------------------------------------------------------------------------------------
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from os import PathLike
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,11 @@ from .errors import ConfigError, ModelError, StateError
 from .guard import Guard
 from .method import Method, create
 from .vit import fingerprint, view
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .parallel import Ranks
 
 
 @torch.inference_mode(False)
@@ -29,6 +35,7 @@ def adapt(
     precision: str = "float32",
     compile: bool | str = False,
     seed: int = 0,
+    group: ProcessGroup | None = None,
     **options: Any,
 ) -> Adapter:
     """Wrap a vision transformer so that it adapts while it predicts.
@@ -45,33 +52,63 @@ def adapt(
         precision: "float32", or autocast to "bfloat16" or "float16".
         compile: `torch.compile` the forward pass; a string names the backend.
         seed: Of everything random in the method.
+        group: A `torch.distributed` process group whose ranks adapt to one stream together. Every rank wraps an equal model
+            and passes its share of each batch, which may be empty, and gets the logits of that share; the update is that of
+            the whole batch, and the same on all ranks. Only what is given here is shared, never what torchrun has started:
+            its ranks may as well each adapt to a stream of their own. Call `init_process_group` first: before it,
+            `torch.distributed.group.WORLD` is None, which means no group.
         **options: The method's own options; `acclimate methods dct` on the command line explains them.
 
     Example:
         >>> model = acclimate.adapt(timm.create_model("vit_base_patch16_224.augreg_in21k_ft_in1k", pretrained=True), "dct")
         >>> for images in stream:
         ...     logits = model(images)
+
+        On several GPUs, started by torchrun:
+
+        >>> torch.distributed.init_process_group("nccl")
+        >>> model = acclimate.adapt(vit, "dct", group=torch.distributed.group.WORLD)
+        >>> for images in stream:
+        ...     logits = model(images.tensor_split(torch.distributed.get_world_size())[torch.distributed.get_rank()])
     """
-    return Adapter(
-        model,
-        create(method, options),
-        classes=classes,
-        predict=predict,
-        guard=guard,
-        micro_batch=micro_batch,
-        precision=precision,
-        compile=compile,
-        seed=seed,
-    )
+    ranks = _ranks(group, model)
+    with nullcontext() if ranks is None else ranks.together():
+        return Adapter(
+            model,
+            create(method, options),
+            classes=classes,
+            predict=predict,
+            guard=guard,
+            micro_batch=micro_batch,
+            precision=precision,
+            compile=compile,
+            seed=seed,
+            ranks=ranks,
+        )
+
+
+def _ranks(group: ProcessGroup | None, model: nn.Module) -> Ranks | None:
+    if group is None:
+        return None
+    from .parallel import Ranks  # only now: one process needs none of it
+
+    return Ranks(group, model)
 
 
 @torch.inference_mode(False)
-def load(path: str | PathLike[str], model: nn.Module) -> Adapter:
+def load(path: str | PathLike[str], model: nn.Module, *, group: ProcessGroup | None = None) -> Adapter:
     """Wrap a fresh copy of the source model and continue from a state file as if the run had never stopped.
 
     Method, options and random state come from the file. If the file is damaged, or of another model, a `StateError` says so
-    and `model` is as before.
+    and `model` is as before. A file does not say how many ranks wrote it: with a `group` (see `adapt`) all its ranks load
+    the same file and go on together, without one this process goes on alone.
     """
+    ranks = _ranks(group, model)
+    with nullcontext() if ranks is None else ranks.together():
+        return _load(path, model, ranks)
+
+
+def _load(path: str | PathLike[str], model: nn.Module, ranks: Ranks | None) -> Adapter:
     tensors, header = state.read(path)
     if isinstance(model, Adapter) or model in WRAPPED:
         raise ModelError("This model is wrapped already; use its adapter's load(), or pass the plain source model.")
@@ -81,12 +118,14 @@ def load(path: str | PathLike[str], model: nn.Module) -> Adapter:
         options = {**header["options"], **header["config"]}
         if options["guard"] is not None:
             options["guard"] = Guard(**options["guard"])
-        adapter = adapt(model, header["method"], **options)
+        adapter = adapt(model, header["method"], group=None if ranks is None else ranks.group, **options)
     except (ConfigError, KeyError, TypeError) as error:
         raise StateError(f"{path} was written with a method or options that are not known here: {error}") from error
     adapter._fingerprint = mine  # hashing a large model once is enough
     try:
         adapter.resume(path, tensors, header)
+        if ranks is not None:
+            ranks.finish_load()
     except BaseException:
         adapter.unwrap()
         raise
