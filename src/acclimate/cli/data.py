@@ -2,8 +2,103 @@
 
 from __future__ import annotations
 
-from ._words import Commands
+import argparse
+
+from ._words import Commands, listed
+
+EPILOG = """\
+examples:
+  acclimate data list                                              the data sets that are known, and their layouts
+  acclimate data check --data imagenet-c --root /data/ImageNet-C   is everything there?
+  acclimate data check --data folder --root photos/ --open-pictures
+                                                                   and can every picture be read?
+"""
 
 
 def add(commands: Commands) -> None:
-    """To be written."""
+    data = commands.add_parser(
+        "data",
+        help="list the known data sets, or check one on disk",
+        description="List the known data sets and how they lie on disk, or check one that is there.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parts = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    parts.add_parser("list", help="list the known data sets and their layouts").set_defaults(run=lambda given: _list())
+
+    check = parts.add_parser(
+        "check",
+        help="say what is there of a data set, and what is wrong with it",
+        description="Say what is there of a data set, and what is wrong with it. Fails if it cannot be used as it is.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check.add_argument("--data", required=True, metavar="NAME", help="a name in: acclimate data list")
+    check.add_argument("--root", required=True, metavar="DIR", help="where it is")
+    check.add_argument("--corruptions", metavar="LIST", help="those that must be there; default: the 15")
+    check.add_argument(
+        "--severities", metavar="LIST", help="those that must be there; default: 5, and others are checked if they are there"
+    )
+    check.add_argument("--file-list", metavar="FILE", help="of visda-2021, from DIR")
+    check.add_argument("--open-pictures", action="store_true", help="read every picture, too")
+    check.set_defaults(run=_check)
+
+
+def _list() -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..data.layouts import LAYOUTS
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("data set", "what", "below its root", "from"):
+        table.add_column(column, overflow="fold", no_wrap=column == "data set")
+    for name, layout in LAYOUTS.items():
+        table.add_row(name, layout.about, layout.shape, layout.source)
+    Console().print(table)
+
+
+def _check(given: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..data.catalog import check_data
+    from ..errors import ConfigError
+
+    words = listed("severities", given.severities) if given.severities else None
+    try:
+        severities = None if words is None else [int(word) for word in words]
+    except ValueError:
+        raise ConfigError(f"--severities {given.severities}: give numbers from 1 to 5, separated by commas.") from None
+    console = Console()
+    report = check_data(
+        given.data,
+        given.root,
+        corruptions=given.corruptions and listed("corruptions", given.corruptions),
+        severities=severities,
+        file_list=given.file_list,
+        open_pictures=given.open_pictures,
+        console=console,
+    )
+    if not any(row.labels for row in report.rows):
+        raise report.error()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("domain")
+    for column in ("pictures", "expected", "classes"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for row in report.rows:
+        state = "[green]complete[/]"
+        if row.problems:
+            state = "[red]not complete[/]" if row.labels else "[red]not there[/]"
+        expected = "any" if row.expected is None else str(row.expected)
+        table.add_row(row.title, str(len(row.labels)), expected, str(len(set(row.labels))), state)
+    console.print(table)
+    for problem in report.problems:
+        console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
+    if report.absent:
+        console.print(f"{len(report.absent)} other domains (severities, extra corruptions) are not there.", style="dim")
+    if not report.usable:
+        raise report.error(most=1)
+    console.print(f"{given.root} can be used as {given.data}.", style="green", markup=False, highlight=False, soft_wrap=True)

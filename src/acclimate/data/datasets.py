@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError, InputError
+from ..errors import ConfigError, InputError, require_whole
 from .corruptions import Pixels, constants_for, corrupt, require_valid
 
 Integers = npt.NDArray[np.int64]
@@ -104,18 +104,49 @@ class Corrupted:
         return {
             "images": content.hexdigest()[:16],
             "count": len(self.labels),
-            "size": list(self._images.pixels.shape[1:3]),
-            "corruption": self.name,
+            "name": self.name,
             "severity": self.severity,
-            "seed": self.seed,
-            "constants": None if self.severity is None else self.constants,
-            "frost": "procedural" if self.name == "frost" else None,
-            "mean": [float(value) for value in self._mean],
-            "std": [float(value) for value in self._std],
+            "corruption": None if self.severity is None else self._made(),
+            "preprocess": {
+                "size": list(self._images.pixels.shape[1:3]),
+                "mean": [float(value) for value in self._mean],
+                "std": [float(value) for value in self._std],
+            },
         }
+
+    def _made(self) -> dict[str, Any]:
+        ice = "procedural" if self.name == "frost" else None
+        return {"name": self.name, "severity": self.severity, "seed": self.seed, "constants": self.constants, "frost": ice}
 
     def __repr__(self) -> str:
         return f"Corrupted({title(self)}, {len(self.labels)} images)"
+
+
+class Subset:
+    """Some images of a domain, drawn at random, always the same ones for the same number of images.
+
+    Args:
+        domain: All of them.
+        count: How many.
+    """
+
+    def __init__(self, domain: Domain, count: int) -> None:
+        require_whole(1, images=count)
+        if count > len(domain.labels):
+            raise InputError(f"{count} images were asked for: {title(domain)} has {len(domain.labels)}.")
+        self._chosen = np.sort(np.random.RandomState(0).permutation(len(domain.labels))[:count])
+        self._domain = domain
+        self.name, self.severity, self.labels = domain.name, domain.severity, domain.labels[self._chosen]
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        return {**self._domain.identity, "sampled": len(self.labels)}
+
+    def load(self, indices: Integers) -> Tensor:
+        return self._domain.load(self._chosen[indices])
+
+    def __repr__(self) -> str:
+        return f"Subset({self._domain!r}, {len(self.labels)})"
 
 
 def normalised(pixels: Pixels, mean: Sequence[float], std: Sequence[float]) -> Tensor:

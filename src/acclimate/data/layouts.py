@@ -1,0 +1,312 @@
+"""How the known data sets lie on disk: a table, and what reads it off a disk without opening a picture."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+from timm.data import ImageNetInfo
+
+from ..errors import InputError, nearest
+from .corruptions import EXTRA, FAMILIES, SEVERITIES
+from .disk import Input, Preprocess, open_array
+from .folder import SUFFIXES, _some
+
+
+@dataclass
+class Row:
+    """One domain as it is on disk."""
+
+    name: str
+    severity: int | None
+    where: Path
+    expected: int | None = None  # pictures; None: any number
+    paths: list[str] = field(default_factory=list)  # of picture files, from `where`
+    labels: list[int] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def title(self) -> str:
+        return self.name if self.severity is None else f"{self.name}/{self.severity}"
+
+
+# Readers: each fills in one row, given the data set's root, its layout and the names of its classes
+
+
+def read_tree(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> None:
+    """A folder for each class, with its pictures in the order of `ImageFolder`."""
+    if not row.where.is_dir():
+        row.problems.append(_missing(row.where, root))
+        return
+    counts: Counter[str] = Counter()
+    for label, name in enumerate(names):
+        for folder, within, files in os.walk(row.where / name, followlinks=True):
+            within.sort()
+            pictures = [file for file in sorted(files) if _is_picture(file)]
+            here = Path(folder).relative_to(row.where).as_posix()
+            row.paths += [f"{here}/{picture}" for picture in pictures]
+            row.labels += [label] * len(pictures)
+            counts[name] += len(pictures)
+    if not row.paths:
+        row.problems.append(_no_tree(row.where, names))
+        return
+    empty = [name for name in names if not counts[name]]
+    if empty:
+        row.problems.append(f"{len(empty)} of {len(names)} classes have no pictures ({_some(empty)})")
+    if layout.count not in (None, len(names)):
+        row.problems.append(f"{len(names)} classes instead of {layout.count}")
+    strangers = sorted(set(_entries(row.where)[0]) - set(names))
+    if strangers:
+        shown = _some([f"{name!r}{nearest(name, empty, 0.8)}" for name in strangers[:5]])
+        row.problems.append(f"{len(strangers)} folders are none of its classes ({shown})")
+    odd = [f"{name} {counts[name]}" for name in names if counts[name] and layout.each not in (None, counts[name])]
+    if odd:
+        row.problems.append(f"{len(odd)} classes do not have {layout.each} pictures ({_some(odd)})")
+    elif row.expected not in (None, len(row.paths)) and not empty:
+        row.problems.append(f"{len(row.paths)} pictures instead of {row.expected}")
+
+
+def read_list(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> None:
+    """Lines of a path from the root and a label. Any label beyond the classes is that of no class."""
+    file, row.where = row.where, root
+    try:
+        lines = [line for line in file.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError):
+        row.problems.append(f"{_missing(file, root)}. Another list can be given with file_list=")
+        return
+    gone = []
+    for line in lines:
+        path, _, label = line.strip().rpartition(" ")
+        path = os.path.normpath(path.strip())
+        if not label.isdecimal() or path.startswith(("/", "..")):
+            row.problems.append(f"{file} has the line {line!r}: expected a path from {root} and a label")
+            row.paths, row.labels = [], []
+            return
+        if (root / path).is_file():
+            row.paths.append(path)
+            row.labels.append(min(int(label), len(names)))
+        else:
+            gone.append(path)
+    row.expected = len(lines)
+    if gone or not lines:
+        row.problems.append(f"{len(gone)} of the {len(lines)} pictures in {file} are not there ({_some(gone)})")
+
+
+def read_arrays(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> None:
+    """An array with five severities one after another, and one with their labels."""
+    for file in (row.where, root / "labels.npy"):
+        if not file.is_file():
+            row.problems.append(_missing(file, root))
+            return
+    try:
+        pictures = len(open_array(row.where))
+        labels = np.load(root / "labels.npy", allow_pickle=False)
+    except (InputError, OSError, ValueError, EOFError) as error:
+        row.problems.append(str(error).rstrip("."))
+        return
+    if labels.dtype.kind not in "iu" or labels.shape != (pictures,) or not pictures or pictures % len(SEVERITIES):
+        row.problems.append(
+            f"{row.where.name} has {pictures} pictures, and labels.npy is {labels.dtype} {labels.shape}: expected five "
+            "severities of equal length, and a label for each picture"
+        )
+    elif not 0 <= labels.min() <= labels.max() < len(names):
+        row.problems.append(f"labels.npy goes from {labels.min()} to {labels.max()}: expected 0 to {len(names) - 1}")
+    else:
+        row.labels = np.split(labels, len(SEVERITIES))[(row.severity or 1) - 1].tolist()
+        if row.expected != len(row.labels):
+            row.problems.append(f"{len(row.labels)} pictures of each severity instead of {row.expected}")
+
+
+def _is_picture(file: str) -> bool:
+    return os.path.splitext(file)[1].lower() in SUFFIXES and not file.startswith(".")
+
+
+def _entries(folder: Path) -> tuple[list[str], list[str]]:
+    """The folders and the files in a folder, sorted, without hidden ones and those that archives leave behind."""
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted((entry.name, entry.is_dir()) for entry in found if not entry.name.startswith((".", "__")))
+    except OSError:
+        return [], []
+    return [name for name, is_folder in entries if is_folder], [name for name, is_folder in entries if not is_folder]
+
+
+def _missing(where: Path, root: Path) -> str:
+    """What is not there, and what is instead, at the first level that lacks something."""
+    if not root.is_dir():
+        near = nearest(root.name, _entries(root.parent)[0], 0.6).strip()
+        return f"There is no folder {root}" + (f" ({near})" if near else "")
+    while not where.parent.is_dir():
+        where = where.parent
+    found = [name for names in _entries(where.parent) for name in names]
+    return f"{where} is missing.{nearest(where.name, found, 0.6)} Found there: {_some(found) or 'nothing'}"
+
+
+def _no_tree(where: Path, names: Sequence[str]) -> str:
+    folders, files = _entries(where)
+    flat = [file for file in files if _is_picture(file)]
+    if flat and flat[0].startswith("ILSVRC2012_val_"):
+        return (
+            f"{where} has its {len(flat)} pictures unsorted in one folder, where nothing says their classes. To sort them, "
+            "put ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz into a folder and call "
+            'torchvision.datasets.ImageNet(folder, split="val")'
+        )
+    if flat:
+        return f"{where} has {len(flat)} pictures in no folder: each class needs one"
+    wanted = f"folders like {_some(list(names[:2]))}" if names else "folders of classes"
+    return f"{where} has no pictures in {wanted}. Found there: {_some(folders + files) or 'nothing'}"
+
+
+# The table
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a data set lies on disk, and what belongs to it."""
+
+    about: str
+    shape: str  # for people
+    source: str  # where to get it
+    places: dict[str, tuple[str, ...]]  # of each domain: where it may be, from the root
+    classes: Callable[[], Sequence[str]] | None = None  # names by label; None: the folders that are found, sorted
+    count: int | None = None  # of the classes that are to be found
+    each: int | None = None  # pictures in a class
+    total: dict[str, int] = field(default_factory=dict)  # pictures in a domain
+    severities: bool = False  # whether its domains are corruptions
+    read: Callable[[Row, Path, Layout, Sequence[str]], None] = read_tree
+    preprocess: Callable[[Input], Preprocess] = Input.photographs
+
+    def place(self, root: Path, domain: str, severity: int | None) -> Path:
+        """The first of a domain's places that exists, else the usual one."""
+        places = [root / place for place in self.places[domain]]
+        found = next((place for place in places if place.exists()), places[0])
+        return found / str(severity) if self.severities and self.read is read_tree else found
+
+
+def survey(layout: Layout, root: Path, wanted: Iterable[tuple[str, int | None]]) -> tuple[list[Row], Sequence[str]]:
+    """Domains, given by name and severity, as they are on disk; and the names of the classes by label."""
+    rows = [Row(name, severity, layout.place(root, name, severity), layout.total.get(name)) for name, severity in wanted]
+    found = {name for row in rows for name in _entries(row.where)[0]} if layout.classes is None else ()
+    names = layout.classes() if layout.classes is not None else sorted(found)
+    for row in rows:
+        row.expected = layout.each * len(names) if layout.each else row.expected
+        layout.read(row, root, layout, names)
+    return rows, names
+
+
+@cache
+def synsets(which: str = "imagenet") -> tuple[str, ...]:
+    """WordNet's numbers of ImageNet's 1000 classes, or of the 200 of "imagenet_r" or "imagenet_a"; the lists are timm's."""
+    if which == "imagenet":
+        return tuple(ImageNetInfo().label_names())
+    return tuple((resources.files("timm.data") / "_info" / f"{which}_synsets.txt").read_text().split())
+
+
+@cache
+def numerals(count: int) -> tuple[str, ...]:
+    """Classes that are named by their numbers, in the order of these: "2" comes before "10"."""
+    return tuple(map(str, range(count)))
+
+
+FAMILY = {name: family for family, names in {**FAMILIES, "extra": EXTRA}.items() for name in names}
+OFFICE = {"Art": 2427, "Clipart": 4365, "Product": 4439, "Real World": 4357}
+CIFAR = Layout(
+    "CIFAR-10's test pictures under 15 (and 4 extra) corruptions",
+    "<corruption>.npy with 5 x 10000 pictures, and labels.npy",
+    "https://zenodo.org/records/2535967 (CIFAR-10-C.tar)",
+    {name: (f"{name}.npy",) for name in FAMILY},
+    partial(numerals, 10),
+    total=dict.fromkeys(FAMILY, 10_000),
+    severities=True,
+    read=read_arrays,
+    preprocess=lambda model: model.stored(32),
+)
+
+LAYOUTS = {
+    "imagenet-c": Layout(
+        "ImageNet's validation pictures under 15 (and 4 extra) corruptions",
+        "<corruption>/<severity>/<wnid>/*.JPEG",
+        "https://zenodo.org/records/2235448 (noise.tar, blur.tar, weather.tar, digital.tar)",
+        {name: (name, f"{family}/{name}") for name, family in FAMILY.items()},  # the archives unpacked in one place, or each
+        synsets,
+        each=50,
+        severities=True,
+        preprocess=lambda model: model.stored(224),
+    ),
+    "imagenet": Layout(
+        "ImageNet's validation pictures",
+        "<wnid>/*.JPEG, or val/<wnid>/*.JPEG",
+        "https://www.image-net.org after registration (ILSVRC2012_img_val.tar)",
+        {"imagenet": ("val", ".")},
+        synsets,
+        each=50,
+    ),
+    "imagenet-r": Layout(
+        "renditions (art, toys, sketches, ...) of 200 classes",
+        "<wnid>/*.jpg",
+        "https://github.com/hendrycks/imagenet-r (imagenet-r.tar)",
+        {"imagenet-r": (".",)},
+        partial(synsets, "imagenet_r"),
+        total={"imagenet-r": 30_000},
+    ),
+    "imagenet-a": Layout(
+        "photographs of 200 classes that misled a ResNet-50",
+        "<wnid>/*.jpg",
+        "https://github.com/hendrycks/natural-adv-examples (imagenet-a.tar)",
+        {"imagenet-a": (".",)},
+        partial(synsets, "imagenet_a"),
+        total={"imagenet-a": 7_500},
+    ),
+    "imagenet-v2": Layout(
+        "a second validation set; its three versions are three folders",
+        "<number of the class, 0 to 999>/*.jpeg",
+        "https://huggingface.co/datasets/vaishaal/ImageNetV2 (imagenetv2-matched-frequency.tar.gz)",
+        {"imagenet-v2": (".",)},
+        partial(numerals, 1000),
+        each=10,
+    ),
+    "imagenet-sketch": Layout(
+        "sketches in black and white",
+        "<wnid>/*.JPEG",
+        "https://github.com/HaohanWang/ImageNet-Sketch",
+        {"imagenet-sketch": (".",)},
+        synsets,
+        total={"imagenet-sketch": 50_889},
+    ),
+    "visda-2021": Layout(
+        "validation pictures of the VisDA 2021 challenge",
+        "val_filelists/imagenet_c_r.txt with lines of a path, from the root, and a label",
+        "https://github.com/VisionLearningGroup/visda21-dev (val_data.zip, and the kit's file lists)",
+        {"visda-2021": ("val_filelists/imagenet_c_r.txt",)},
+        synsets,
+        read=read_list,
+        preprocess=Input.squashed,
+    ),
+    "office-home": Layout(
+        "65 things of office and home in four styles",
+        "<Art, Clipart, Product, Real World>/<class>/*.jpg",
+        "https://www.hemanthdv.org/officeHomeDataset.html",
+        {name: (name, name.replace(" ", "_"), name.replace(" ", "")) for name in OFFICE},
+        count=65,
+        total=OFFICE,
+    ),
+    "cifar-10-c": CIFAR,
+    "cifar-100-c": replace(
+        CIFAR,
+        about="CIFAR-100's test pictures under 15 (and 4 extra) corruptions",
+        source="https://zenodo.org/records/3555552 (CIFAR-100-C.tar)",
+        classes=partial(numerals, 100),
+    ),
+    "folder": Layout(
+        "any pictures; a class's label is its place among the sorted names",
+        "<class>/*",
+        "wherever you have them",
+        {"folder": (".",)},
+    ),
+}
