@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # on a busy machine, threads that wait would starve those that work
+
 import hypothesis
 import pytest
 import torch

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 import acclimate
-from acclimate.bench import sweep as sweeping
+from acclimate.bench import work
 from acclimate.bench.run import run
 from acclimate.bench.scores import Scores
 from acclimate.bench.spec import describe, specify
@@ -114,7 +114,7 @@ def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
     model, stream, store = tiny_vit(), Stream(Batches(), batch_size=8), Store(tmp_path)
     first = quiet_sweep(model, [stream], store=store)
     calls = []
-    monkeypatch.setattr(sweeping, "run", lambda *args: calls.append(args) or run(*args))
+    monkeypatch.setattr(work, "run", lambda *args, **options: calls.append(args) or run(*args, **options))
     second = quiet_sweep(model, [stream], store=store)
     assert not calls and all(outcome.found for outcome in second)
     assert [o.spec.id for o in second] == [o.spec.id for o in first]
@@ -127,18 +127,18 @@ def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
 
 def test_an_interrupted_sweep_keeps_what_was_finished_and_restores_the_model(tmp_path, monkeypatch):
     model, stream = tiny_vit(), Stream(Batches(), batch_size=8)
-    monkeypatch.setattr(sweeping, "run", lambda adapter, *rest: _interrupt(adapter, *rest))
+    monkeypatch.setattr(work, "run", _interrupt)
     with pytest.raises(KeyboardInterrupt):
         quiet_sweep(model, [stream], store=Store(tmp_path))
-    assert [path.name for path in tmp_path.glob("*/*")] == ["result.json"]
+    assert [path.name for path in tmp_path.glob("*/*.json") if path.name != "spec.json"] == ["result.json"]
     monkeypatch.undo()
     assert [o.found for o in quiet_sweep(model, [stream], store=Store(tmp_path))] == [True, False]
 
 
-def _interrupt(adapter, *rest):
+def _interrupt(adapter, *rest, **options):
     if adapter.method.name == "tent":
         raise KeyboardInterrupt
-    return run(adapter, *rest)
+    return run(adapter, *rest, **options)
 
 
 def test_a_result_that_cannot_be_read_is_named(tmp_path):
@@ -192,7 +192,7 @@ def test_the_identity_of_a_run_has_all_that_decides_it():
 
 
 def test_a_wrong_option_is_found_before_anything_runs(monkeypatch):
-    monkeypatch.setattr(sweeping, "run", lambda *args: pytest.fail("ran"))
+    monkeypatch.setattr(work, "run", lambda *args, **options: pytest.fail("ran"))
     with pytest.raises(ConfigError, match="has no option"):
         quiet_sweep(tiny_vit(), [Stream(Batches())], {"source": {}, "tent": {"speed": 1}})
 
@@ -206,7 +206,7 @@ def test_the_tables_have_mean_and_deviation_over_seeds(outcomes):
     means = [np.mean([tent[name, seed] for name in ("fog/5", "snow/5")]) for seed in (0, 1)]
     assert grid.cell("tent", "mean") == pytest.approx((np.mean(means), np.std(means, ddof=1)))
     assert grid.gain("tent", "mean") == pytest.approx(np.mean(means) - 100)
-    lines = markdown(outcomes).splitlines()
+    lines = markdown(Grid(outcomes)).splitlines()
     assert lines[0] == "| method | fog | snow | mean | 2nd half |"
     assert lines[2] == "| source | **100.0±0.0** | **100.0±0.0** | **100.0±0.0** | **100.0±0.0** |"
     assert f"{np.mean(means):.1f}±{np.std(means, ddof=1):.1f}" in lines[3]
@@ -214,7 +214,7 @@ def test_the_tables_have_mean_and_deviation_over_seeds(outcomes):
 
 def printed(outcomes, width: int) -> str:
     console = Console(width=width, file=io.StringIO())
-    console.print(terminal(outcomes, "Top-1"))
+    console.print(terminal(Grid(outcomes), "Top-1"))
     return console.file.getvalue()
 
 
@@ -241,9 +241,9 @@ def test_several_domains_in_one_stream_have_a_column_each():
 
 def test_results_that_do_not_belong_together_are_refused(outcomes):
     other = replace(outcomes[0], spec=replace(outcomes[0].spec, batch_size=4))
-    with pytest.raises(ConfigError, match="batch_size"):
+    with pytest.raises(ConfigError, match="batches of 4"):
         Grid([*outcomes, other])
-    other = replace(outcomes[1], spec=replace(outcomes[1].spec, config={"lr": 1.0}))
+    other = replace(outcomes[1], spec=replace(outcomes[1].spec, order="another"))
     with pytest.raises(ConfigError, match="2 results are of tent on fog/5 with seed 0"):
         Grid([*outcomes, other])
     with pytest.raises(ConfigError, match="no result"):
@@ -254,6 +254,6 @@ def test_results_that_do_not_belong_together_are_refused(outcomes):
 
 def test_a_folder_that_cannot_be_written_is_found_before_anything_runs(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(sweeping, "run", lambda *args: pytest.fail("ran"))
+    monkeypatch.setattr(work, "run", lambda *args, **options: pytest.fail("ran"))
     with pytest.raises(StateError, match="file"):
         quiet_sweep(tiny_vit(), [Stream(Batches())], store=Store(tmp_path / "file"))

@@ -26,7 +26,7 @@ from timm.data import resolve_model_data_config
 
 from acclimate.bench.store import Store
 from acclimate.bench.sweep import sweep
-from acclimate.bench.tables import markdown, terminal
+from acclimate.bench.tables import Grid, markdown, terminal
 from acclimate.data.corruptions import CORRUPTIONS
 from acclimate.data.datasets import Corrupted, Images
 from acclimate.data.streams import Stream
@@ -61,8 +61,9 @@ def main() -> None:
             store=Store(options.runs),
             console=console,
         )
-        console.print(terminal(outcomes, f"Top-1 in %, severity {severity}, {len(images.labels)} photographs"))
-        print(markdown(outcomes))
+        grid = Grid(outcomes)
+        console.print(terminal(grid, f"Top-1 in %, severity {severity}, {len(images.labels)} photographs"))
+        print(markdown(grid))
 
 
 def photographs(folder: Path) -> Images:

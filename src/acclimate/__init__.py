@@ -19,12 +19,13 @@ _HOME = {
     "list_methods": "method",
     "register": "method",
 }
-_MODULES = {"bundled": "data.bundled", "errors": "errors"}
+_MODULES = {"bench": "bench", "bundled": "data.bundled", "errors": "errors"}
 __all__ = [*_HOME, *_MODULES, "__version__"]  # noqa: PLE0604
 
 if TYPE_CHECKING:
     from . import errors
     from .adapter import Adapter
+    from .bench.api import bench
     from .check import check_method
     from .data import bundled
     from .guard import Guard

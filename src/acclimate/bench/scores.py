@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 
@@ -22,10 +23,11 @@ class Scores:
     Args:
         classes: Number of logits.
         domains: Names of the stream's domains.
+        unknown: The label of pictures of no class, if there are any: whatever is predicted for them is wrong.
     """
 
-    def __init__(self, classes: int, domains: Sequence[str]) -> None:
-        self.classes, self.domains = classes, list(domains)
+    def __init__(self, classes: int, domains: Sequence[str], *, unknown: int | None = None) -> None:
+        self.classes, self.domains, self.unknown = classes, list(domains), unknown
         self.count = self.right = 0  # images so far, and those of them whose likeliest class was right
         self._rows: list[Floats] = []
         self._stacked: Floats | None = None
@@ -35,7 +37,8 @@ class Scores:
         if logits.shape != (len(labels), self.classes):
             raise InputError(f"logits {tuple(logits.shape)} for {len(labels)} labels and {self.classes} classes do not fit.")
         labels = labels.to(logits.device)
-        wrong = (labels < 0) | (labels >= self.classes)
+        nobody = labels == (-1 if self.unknown is None else self.unknown)
+        wrong = ((labels < 0) | (labels >= self.classes)) & ~(nobody & (self.unknown is not None))
         if wrong.any():
             raise InputError(
                 f"the label {int(labels[wrong][0])} is outside the model's classes, 0 to {self.classes - 1}: is this the "
@@ -45,12 +48,21 @@ class Scores:
         log_p = logits.double().log_softmax(-1)
         best = logits.topk(min(5, self.classes)).indices == labels[:, None]
         confidence = log_p.max(-1).values.exp().where(finite, 1.0)
-        nll = -log_p.gather(1, labels[:, None])[:, 0].where(finite, -math.inf)
+        nll = -log_p.gather(1, labels.where(~nobody, 0)[:, None])[:, 0].where(finite, -math.inf).where(~nobody, math.nan)
         row = [best[:, 0] & finite, best.any(-1) & finite, confidence, nll, domain.to(logits.device)]
-        self._rows.append(torch.stack([column.double() for column in row]).cpu().numpy())
+        self.extend(torch.stack([column.double() for column in row]).cpu().numpy())
+
+    def extend(self, rows: Floats) -> None:
+        """A batch that was scored before, as `last` gave it."""
+        self._rows.append(rows)
         self._stacked = None
-        self.count += len(labels)
-        self.right += int(self._rows[-1][0].sum())
+        self.count += rows.shape[1]
+        self.right += int(rows[0].sum())
+
+    @property
+    def last(self) -> Floats:
+        """The latest batch, (5, batch): right, among the five likeliest, confidence, negative log-likelihood, domain."""
+        return self._rows[-1]
 
     def _column(self, number: int) -> Floats:
         if not self._rows:
@@ -58,6 +70,12 @@ class Scores:
         if self._stacked is None:
             self._stacked = np.concatenate(self._rows, axis=1)
         return self._stacked[number]
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of every image's score, in order."""
+        self._column(0)
+        return hashlib.sha256(np.ascontiguousarray(self._stacked, "<f8").data).hexdigest()
 
     @property
     def top1(self) -> float:
@@ -89,8 +107,13 @@ class Scores:
 
     @property
     def nll(self) -> float:
-        """Mean negative log-likelihood of the right class, in nats; infinite if a prediction was not finite."""
-        return float(self._column(3).mean())
+        """Mean negative log-likelihood of the right class, in nats; infinite if a prediction was not finite.
+
+        Pictures of no class do not count here.
+        """
+        nll = self._column(3)
+        known = nll[~np.isnan(nll)]
+        return float(known.mean()) if len(known) else math.inf
 
     @property
     def ece(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
@@ -15,8 +16,27 @@ from torch import nn
 from .. import __version__
 from ..data.datasets import title
 from ..data.streams import Stream
-from ..method import create
+from ..method import Method, create
 from ..vit import fingerprint, view
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How every run of a bench is made, whatever the method.
+
+    Args:
+        predict: Logits from "before" a batch's update, as the papers' code scores them, or "after" it.
+        guard: Watch for collapse. The papers' code has no such thing.
+        precision: "float32", "bfloat16" or "float16".
+        classes: Columns of the head that exist in the data; None for all.
+        unknown: The label of pictures of no class; None where there are none.
+    """
+
+    predict: str = "before"
+    guard: bool = True
+    precision: str = "float32"
+    classes: tuple[int, ...] | None = None
+    unknown: int | None = None
 
 
 @dataclass(frozen=True)
@@ -24,15 +44,16 @@ class Spec:
     """One model, one stream, one method with its configuration."""
 
     model: dict[str, str]  # name, digests of its architecture and weights, device
+    dataset: str  # its name
     domains: list[str]
-    data: list[dict[str, Any]]  # for each domain what its pictures are: digest, corruption, normalisation
+    data: list[dict[str, Any]]  # for each domain what its pictures are: digest, corruption, preprocessing
     setting: str
     batch_size: int
     seed: int  # of the stream's order and of the method
     order: str  # digest of the stream's order
     method: str
     config: dict[str, Any]
-    protocol: dict[str, str]  # what holds for every run of the bench
+    protocol: dict[str, Any]  # what holds for every run of the bench
     versions: dict[str, str]
 
     @cached_property
@@ -44,33 +65,85 @@ class Spec:
     def folder(self) -> str:
         """Where the run is kept, readable at a glance."""
         where = self.domains[0].replace("/", "-") if len(self.domains) == 1 else f"{len(self.domains)}-domains"
-        return f"{self.method}-{where}-{self.setting}-{self.seed}-{self.id}"
+        return f"{self.method}-{where.replace(' ', '_')}-{self.setting}-{self.seed}-{self.id}"
+
+    @cached_property
+    def card(self) -> dict[str, str]:
+        """The protocol for people, one line each: no number should be shown without it.
+
+        It says how the run was made, not on what: two runs of one table, in whatever row and column, have equal cards.
+        """
+        made = {json.dumps(_made(domain), sort_keys=True): _made(domain) for domain in self.data}
+        return {
+            "model": f"{self.model['name']}, weights {self.model['weights']}, architecture {self.model['architecture']}",
+            "device": f"{self.model['device']}, {self.protocol['precision']}",
+            "data": self.dataset,
+            "pictures": "; or ".join(", ".join(f"{key} {_text(v)}" for key, v in how.items()) for how in made.values()),
+            "classes": f"{self.protocol['classes']}"
+            + ("" if self.protocol["unknown"] is None else f"; label {self.protocol['unknown']} is none of them"),
+            "stream": f"{self.setting}, batches of {self.batch_size}",
+            "predict": f"{self.protocol['predict']} the update",
+            "reset": self.protocol["reset"],
+            "guard": "on" if self.protocol["guard"] else "off",
+            "fidelity": "as the authors' code" if self.config.get("reference") else "without its defects",
+            "versions": ", ".join(f"{name} {number}" for name, number in self.versions.items()),
+        }
 
 
-PROTOCOL = {"predict": "before the update", "guard": "default", "precision": "float32", "reset": "source model for each run"}
+def _made(domain: Mapping[str, Any]) -> dict[str, Any]:
+    """How a domain's pictures were made, leaving out which they are."""
+    how = dict(domain.get("preprocess") or {})
+    corruption = domain.get("corruption") or {}
+    return how | {f"corruption {key}": corruption[key] for key in ("constants", "seed") if key in corruption}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return _text(value[0]) if len(set(value)) == 1 else "/".join(map(_text, value))
+    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
+
+
+RESET = "the source model for each run"
 LIBRARIES = ("torch", "timm", "numpy", "scipy", "pillow")
 
 
-def specify(stream: Stream, method: str, options: dict[str, Any], *, model: dict[str, str]) -> Spec:
+def specify(
+    stream: Stream,
+    method: str | type[Method],
+    options: Mapping[str, Any],
+    *,
+    model: dict[str, str],
+    dataset: str = "custom",
+    protocol: Protocol = Protocol(),  # noqa: B008 (frozen)
+) -> Spec:
     """The run of a method on a stream; `model` comes from `describe`."""
-    config = create(method, options).config
+    made = create(method, options)
     return Spec(
         model=model,
+        dataset=dataset,
         domains=[title(domain) for domain in stream.domains],
         data=[dict(domain.identity) for domain in stream.domains],
         setting=stream.setting,
         batch_size=stream.batch_size,
         seed=stream.seed,
         order=stream.digest,
-        method=method,
-        config=json.loads(json.dumps(config)),  # as it will come back from the file
-        protocol=PROTOCOL,
+        method=made.name,
+        config=json.loads(json.dumps(made.config)),  # as it will come back from the file
+        protocol={**asdict(protocol), "classes": _columns(protocol.classes), "reset": RESET},
         versions={"acclimate": __version__, **{library: version(library) for library in LIBRARIES}},
     )
 
 
 def describe(model: nn.Module, name: str) -> dict[str, str]:
-    """A model's name, digests and device."""
+    """A model's name, digests and device. On a CPU the number of threads decides how sums are rounded."""
     vit = view(model)
     where = torch.cuda.get_device_name(vit.device) if vit.device.type == "cuda" else vit.device.type
+    if vit.device.type == "cpu":
+        where += f", {torch.get_num_threads()} threads"
     return {"name": name, "device": where, **fingerprint(vit, model.state_dict())}
+
+
+def _columns(classes: Sequence[int] | None) -> str:
+    if classes is None:
+        return "all"
+    return f"{len(classes)}, {hashlib.sha256(json.dumps(list(classes)).encode()).hexdigest()[:16]}"

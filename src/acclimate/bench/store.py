@@ -1,30 +1,51 @@
-"""Results on disk: one folder for each run, and a result in it only once the run is complete."""
+"""Runs on disk: a folder for each, and a result in it only once the run is complete.
+
+| file | written | holds |
+|---|---|---|
+| `spec.json` | first | all that decides the result |
+| `steps.jsonl` | with every step | what happened in it, image by image |
+| `state.safetensors` | every half minute | what the run needs to go on; gone at the end |
+| `result.json` | last, in one go | the result, and again all that decides it |
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from dataclasses import asdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .._files import write_whole
 from ..errors import StateError
+from .journal import Journal
 from .run import Result
 from .spec import Spec
 
-FILE = "result.json"
+SPEC, RESULT, LOCK = "spec.json", "result.json", ".lock"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run and its result."""
+
+    spec: Spec
+    result: Result
+    found: bool = False  # in the store, from an earlier call
 
 
 class Store:
-    """The folder in which finished runs are kept.
+    """The folder in which runs are kept.
 
     Args:
         root: A folder, made when it is needed.
+        every: Seconds between two states of a run: what a kill may cost.
     """
 
-    def __init__(self, root: str | os.PathLike[str] = "runs") -> None:
-        self.root = Path(root)
+    def __init__(self, root: str | os.PathLike[str] = "runs", *, every: float = 30.0) -> None:
+        self.root, self.every = Path(root), every
 
     def prepare(self) -> None:
         """Make sure that results can be kept, before the first run is begun."""
@@ -35,22 +56,65 @@ class Store:
         except OSError as error:
             raise StateError(f"Results cannot be kept in {self.root}: {error.strerror}. Give another folder.") from None
 
+    def folder(self, spec: Spec) -> Path:
+        return self.root / spec.folder
+
     def find(self, spec: Spec) -> Result | None:
         """The result of this run, if it was finished before."""
-        path = self.root / spec.folder / FILE
-        if not path.exists():
-            return None
-        try:
-            values = json.loads(path.read_text())["result"]
-            pairs = {name: [tuple(pair) for pair in values[name]] for name in ("events", "curve")}
-            nll = math.inf if values["nll"] is None else values["nll"]
-            return Result(**{**values, **pairs, "nll": nll})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StateError(f"{path} is not a result of this version ({error}): remove it, and it is run again.") from None
+        path = self.folder(spec) / RESULT
+        return _read(path).result if path.exists() else None
+
+    def outcomes(self) -> list[Outcome]:
+        """All finished runs, here and in sub-folders."""
+        if not self.root.is_dir():
+            raise StateError(f"{self.root} is not a folder of runs; `acclimate bench --out {self.root}` would make one.")
+        return [_read(path) for path in sorted(self.root.rglob(RESULT))]
+
+    @contextmanager
+    def claim(self, spec: Spec) -> Iterator[Journal]:
+        """The run's journal, for one process at a time: a second one waits here, and then finds the result."""
+        folder = self.folder(spec)
+        write_whole(folder / SPEC, json.dumps(asdict(spec), indent=1).encode())
+        journal = Journal(folder, self.every)
+        with _alone(folder / LOCK):
+            try:
+                yield journal
+            finally:
+                journal.close(finished=(folder / RESULT).exists())
 
     def write(self, spec: Spec, result: Result) -> Path:
         """Keep a result. It appears whole or not at all."""
-        path = self.root / spec.folder / FILE
+        path = self.folder(spec) / RESULT
         values = asdict(result) | {"nll": result.nll if math.isfinite(result.nll) else None}  # JSON has no infinity
-        write_whole(path, json.dumps({"spec": asdict(spec), "result": values}, indent=1, allow_nan=False).encode())
+        content = {"spec": asdict(spec), "result": values, "digest": result.digest}
+        write_whole(path, json.dumps(content, indent=1, allow_nan=False).encode())
         return path
+
+    def forget(self, spec: Spec) -> None:
+        """Remove what there is of a run, so that it is run from its beginning."""
+        for name in (RESULT, "state.safetensors"):
+            (self.folder(spec) / name).unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Outcome:
+    try:
+        content = json.loads(path.read_text())
+        values = content["result"]
+        pairs = {name: [tuple(pair) for pair in values[name]] for name in ("events", "curve")}
+        nll = math.inf if values["nll"] is None else values["nll"]
+        return Outcome(Spec(**content["spec"]), Result(**{**values, **pairs, "nll": nll}), found=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StateError(f"{path} is not a result of this version ({error}): remove it, and it is run again.") from None
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Hold a lock that the system takes back whenever the process ends, however it ends."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: two processes that share a run are not kept apart
+        yield
+        return
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import AcclimateError
-from . import bench, corrupt, data, methods
+from . import bench, corrupt, data, methods, paper, table, train
 
 EPILOG = """\
 examples:
@@ -35,16 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"acclimate {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (bench, data, corrupt, methods):
+    for command in (bench, table, paper, data, train, corrupt, methods):
         command.add(commands)
 
     given = parser.parse_args(arguments)
+    # threads of OpenMP that spin while they wait are no faster alone, and many times slower beside other work
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         given.run(given)
     except AcclimateError as error:
         print(f"acclimate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nacclimate: interrupted. What was finished is whole; bench and corrupt go on from there.", file=sys.stderr)
+        print("\nacclimate: interrupted. What was finished is whole; the same command goes on from there.", file=sys.stderr)
         return 130
     return 0

@@ -177,11 +177,15 @@ class Stream:
         return sum(-(-len(part) // self.batch_size) for part in self._parts)
 
     def __iter__(self) -> Iterator[Batch]:
+        return self.since(0)
+
+    def since(self, done: int) -> Iterator[Batch]:
+        """The batches after the first `done`, which are not loaded."""
         batches = [part[i : i + self.batch_size] for part in self._parts for i in range(0, len(part), self.batch_size)]
         return iter(
             DataLoader(
                 self,  # type: ignore[arg-type]  # a loader asks for nothing but __getitems__
-                batch_sampler=batches,  # type: ignore[arg-type]
+                batch_sampler=batches[done:],  # type: ignore[arg-type]
                 num_workers=self.workers,
                 collate_fn=_as_it_is,
                 pin_memory=torch.cuda.is_available(),

@@ -1,0 +1,112 @@
+"""`acclimate table`."""
+
+from __future__ import annotations
+
+import argparse
+
+from ._words import Commands, listed, numbers
+
+FORMATS = ("terminal", "markdown", "csv", "latex", "json", "html")
+
+EPILOG = """\
+examples:
+  acclimate table runs/                                   every setting's table
+  acclimate table runs/ --setting normal --format latex   the layout of the papers, ready for \\input
+  acclimate table runs/ --format html --save table.html   one page with table, curves and costs
+  acclimate table runs/ --paper normal                    the paper's numbers beside ours
+
+Results whose protocols differ (weights, normalisation, order of the images, versions ...) are not put into one table unless
+--mix says so; what differs is then printed with it.
+"""
+
+
+def add(commands: Commands) -> None:
+    table = commands.add_parser(
+        "table",
+        help="tables of finished runs: for a terminal, Markdown, CSV, LaTeX, JSON, HTML",
+        description="Make tables of finished runs.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    table.add_argument("runs", nargs="+", metavar="DIR", help="folders of `acclimate bench --out`, or of single runs")
+    table.add_argument("--format", default="terminal", choices=FORMATS, help="default: %(default)s")
+    table.add_argument("--save", metavar="FILE", help="write to a file instead of the screen")
+    table.add_argument("--methods", metavar="LIST", help="only these, in this order")
+    table.add_argument(
+        "--setting", metavar="NAME", help="only this one; needed where there are several, except on a terminal"
+    )
+    table.add_argument("--severity", type=int, metavar="1..5", help="only this one")
+    table.add_argument("--seeds", metavar="LIST", help="only these")
+    table.add_argument("--model", metavar="NAME", help="only this one, as it is called in the results")
+    table.add_argument(
+        "--paper", metavar="TABLE", help="the paper's numbers beside ours; `acclimate paper` lists its tables"
+    )
+    table.add_argument("--mix", action="store_true", help="put results of different protocols into one table")
+    table.add_argument("--title", metavar="TEXT", help="of the LaTeX table or the page")
+    table.set_defaults(run=_table)
+
+
+def _table(given: argparse.Namespace) -> None:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from .._files import write_whole
+    from ..bench import tables
+    from ..bench.reported import reported
+    from ..bench.results import Results
+    from ..bench.store import Store
+    from ..errors import ConfigError
+    from ..method import list_methods
+
+    outcomes = [outcome for folder in given.runs for outcome in Store(folder).outcomes()]
+    methods = given.methods and listed("methods", given.methods)
+    seeds = given.seeds and numbers("seeds", given.seeds)
+    chosen = Results(
+        o
+        for o in outcomes
+        if (methods is None or o.spec.method in methods)
+        and (seeds is None or o.spec.seed in seeds)
+        and given.setting in (None, o.spec.setting)
+        and given.model in (None, o.spec.model["name"])
+        and (given.severity is None or all(title.endswith(f"/{given.severity}") for title in o.spec.domains))
+    )
+    if not len(chosen):
+        kept = f"none of the {len(outcomes)} finished runs there is what was asked for" if outcomes else "no finished run"
+        raise ConfigError(f"{', '.join(given.runs)}: {kept}.")
+    order = methods or list_methods()
+    chosen = Results(sorted(chosen, key=lambda o: (order.index(o.spec.method), *map(_place, o.spec.domains), o.spec.seed)))
+    grids = chosen.grids(mix=given.mix)
+    paper = given.paper and reported(given.paper)
+    for grid in grids.values():
+        for difference in grid.differences:
+            print(f"mixed: {difference}")
+    if given.format == "terminal" and not given.save:
+        console = Console()
+        from .bench import show
+
+        show(chosen, console, mix=given.mix)
+        if paper:
+            for grid in grids.values():
+                console.print(tables.beside(grid, paper))
+                for doubt in paper.doubts:
+                    console.print(f"doubt: {doubt}", style="yellow")
+        return
+    if len(grids) > 1:
+        raise ConfigError(f"There are results of several settings ({', '.join(grids)}): choose one with --setting.")
+    ((setting, grid),) = grids.items()
+    title = given.title or f"Top-1 accuracy (%), {setting}, {grid.severities}{grid.model}"
+    text = tables.written(given.format, grid, title, paper)
+    if given.save:
+        write_whole(Path(given.save), text.encode())
+        print(f"{given.save}: {len(text.encode())} bytes")
+    else:
+        print(text)
+
+
+def _place(title: str) -> tuple[int, str]:
+    """Corruptions in the papers' order, other domains after them by name."""
+    from ..data.corruptions import CORRUPTIONS
+
+    name = title.partition("/")[0]
+    return (CORRUPTIONS.index(name) if name in CORRUPTIONS else len(CORRUPTIONS), title)
