@@ -89,7 +89,7 @@ def test_corrupted_images_do_not_depend_on_who_asks():
     noisy = Corrupted(images, "gaussian_noise", 3, **NORMALISED)
     some = noisy.load(np.array([7, 3]))
     assert torch.equal(some, Corrupted(images, "gaussian_noise", 3, **NORMALISED).load(np.arange(20))[[7, 3]])
-    assert noisy.identity["constants"] == "cifar-10-c"
+    assert noisy.identity["corruption"]["constants"] == "cifar-10-c"
     more = bundled.images().sample(40)
     place = more.numbers.tolist().index(images.numbers[7])
     assert torch.equal(some[0], Corrupted(more, "gaussian_noise", 3, **NORMALISED).load(np.array([place]))[0])
@@ -128,7 +128,7 @@ def test_bench_prints_a_table_and_keeps_the_results(tmp_path, capsys, monkeypatc
         assert word in first
     results = list(tmp_path.glob("*/result.json"))
     assert len(results) == 4
-    assert json.loads(results[0].read_text())["spec"]["data"][0]["constants"] == "imagenet-c"
+    assert json.loads(results[0].read_text())["spec"]["data"][0]["corruption"]["constants"] == "imagenet-c"
     assert main([*QUICK, "--out", str(tmp_path)]) == 0
     second = capsys.readouterr().out
     assert "4 of 4 were found" in " ".join(second.split())
@@ -178,10 +178,10 @@ def test_bench_refuses_what_makes_no_sense(arguments, message, tmp_path, capsys)
 
 
 def test_an_interrupted_bench_says_how_to_go_on(tmp_path, capsys, monkeypatch):
-    def interrupted(*arguments: object) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("acclimate.bench.sweep.run", interrupted)
+    monkeypatch.setattr("acclimate.bench.work.run", interrupted)
     assert main([*QUICK, "--out", str(tmp_path)]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert not list(Path(tmp_path).glob("*/result.json"))

@@ -22,12 +22,11 @@ from acclimate import cli
 from acclimate.check import tiny_vit
 from acclimate.data import layouts
 from acclimate.data.catalog import check_data, open_data
-from acclimate.data.corruptions import CORRUPTIONS, corrupt
-from acclimate.data.disk import Arrays, Corruption, Files, Input, Preprocess, input_of
-from acclimate.data.folder import UnreadableError
+from acclimate.data.corruptions import CORRUPTIONS, Corruption, corrupt
+from acclimate.data.disk import Arrays, Files, Input, Preprocess, input_of
 from acclimate.data.layouts import LAYOUTS, synsets
 from acclimate.data.streams import SAR_DIGESTS, Stream
-from acclimate.errors import ConfigError, InputError, ModelError
+from acclimate.errors import ConfigError, InputError, ModelError, UnreadableError
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 AS_IT_IS = Preprocess(None, 8, MEAN, STD)

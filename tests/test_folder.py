@@ -17,8 +17,8 @@ from rich.console import Console
 from acclimate import cli
 from acclimate.data import folder
 from acclimate.data.corruptions import corrupt
-from acclimate.data.folder import IMAGENET_C, UnreadableError, corrupt_folder, read_picture
-from acclimate.errors import AcclimateError, ConfigError, InputError, StateError
+from acclimate.data.folder import IMAGENET_C, corrupt_folder, read_picture
+from acclimate.errors import AcclimateError, ConfigError, InputError, StateError, UnreadableError
 
 
 def picture(height=40, width=50, seed=0):
@@ -314,7 +314,7 @@ def test_command_skips_damaged_pictures(damaged, tmp_path, capsys):
 def test_command_says_how_to_continue(photos, tmp_path, capsys, monkeypatch):
     interrupt_after(monkeypatch, 2)
     assert cli.main(["corrupt", str(photos), str(tmp_path / "out"), "--name", "fog"]) == 130
-    assert "corrupt go on from there" in capsys.readouterr().err
+    assert "the same command goes on" in capsys.readouterr().err
 
 
 def test_command_writes_a_sheet(photos, tmp_path, capsys):

@@ -287,3 +287,9 @@ def test_the_file_is_plain_safetensors(saved):
     _, path = saved
     with safe_open(str(path), "pt") as file:
         assert set(file.metadata()) == {"acclimate", "digest"}
+
+
+def test_another_file_of_ours_is_refused(tmp_path):
+    state.write(tmp_path / "source.safetensors", {"head": torch.zeros(2)}, {"kind": "source model"})
+    with pytest.raises(StateError, match="not the state of an adapter"):
+        acclimate.load(tmp_path / "source.safetensors", tiny_vit())

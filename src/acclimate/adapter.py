@@ -484,7 +484,9 @@ class Adapter(nn.Module):
 
 
 def check_model(path: str | PathLike[str], header: Mapping[str, Any], model: nn.Module, mine: Mapping[str, str]) -> None:
-    theirs = header["model"]
+    theirs = header.get("model")
+    if not isinstance(theirs, Mapping) or "method" not in header:
+        raise StateError(f"{path} is a file of acclimate's, but not the state of an adapter.")
     for what, hint in (("architecture", "another architecture"), ("weights", "the same architecture with other weights")):
         if theirs[what] != mine[what]:
             raise StateError(

@@ -16,6 +16,10 @@ class InputError(AcclimateError, ValueError):
     """A batch of images that cannot be used. The adapter is as it was before the call."""
 
 
+class UnreadableError(InputError):
+    """A file that looks like a picture by its name and cannot be decoded."""
+
+
 class ModelError(AcclimateError, TypeError):
     """A model that cannot be adapted. It is returned to the caller untouched."""
 
@@ -57,3 +61,9 @@ def nearest(name: str, known: Iterable[str], cutoff: float) -> str:
     """The hint of an error about an unknown name, or nothing if no known one is near."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def some(items: Iterable[str], separator: str = ", ", most: int = 5) -> str:
+    """The first of many names, and how many more there are: for an error that cannot list them all."""
+    each = list(dict.fromkeys(items))
+    return separator.join(each[:most]) + (f" and {len(each) - most} more" if len(each) > most else "")

@@ -39,11 +39,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from . import __version__, state
-from .data.datasets import Domain, Integers, title
+from .data.corruptions import Integers
+from .data.datasets import Domain, title
 from .data.disk import input_of
-from .data.folder import AnyPath, _some
+from .data.folder import AnyPath
 from .data.streams import Stream
-from .errors import AcclimateError, ConfigError, InputError, NonFiniteError, StateError, require_between, require_whole
+from .errors import AcclimateError, ConfigError, InputError, NonFiniteError, StateError, require_between, require_whole, some
 from .models import create_timm, pick_device
 from .vit import view
 
@@ -231,7 +232,7 @@ def split(domain: Domain, class_names: Sequence[str], share: float, seed: int) -
     counts = np.bincount(labels, minlength=len(class_names))
     few = [f"{name} has {count}" for name, count in zip(class_names, counts) if count < 2]
     if few:
-        raise InputError(f"{title(domain)}: a class needs a picture to train on and one to hold out; {_some(few)}.")
+        raise InputError(f"{title(domain)}: a class needs a picture to train on and one to hold out; {some(few)}.")
     chosen = np.zeros(len(labels), bool)
     for label, count in enumerate(counts):
         chosen[draws.permutation(np.flatnonzero(labels == label))[: max(1, round(share * count))]] = True
@@ -391,7 +392,7 @@ def _read(
         other = [f"{name} was {was.get(name, 'not set')[:60]}, now {now.get(name, 'not set')[:60]}" for name in names]
         if other:
             raise StateError(
-                f"{path} is of another training: {_some(other, '; ')}. Repeat that one, give another output, or train again "
+                f"{path} is of another training: {some(other, '; ')}. Repeat that one, give another output, or train again "
                 "with fresh=True (on the command line --fresh)."
             )
     return tensors, header

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..data.corruptions import CORRUPTIONS
-from ..errors import ConfigError
+from ..errors import ConfigError, some
 from ..method import find
 from .fingerprint import Fingerprint, looks_like
 from .reported import Reported
@@ -122,7 +122,7 @@ def differences(outcomes: Sequence[Outcome]) -> list[str]:
         for outcome in outcomes:
             methods.setdefault(outcome.spec.card[line], []).append(_what(outcome))
         if len(methods) > 1:
-            found.append(f"{line}: " + "; ".join(f"{value} ({_some(which)})" for value, which in methods.items()))
+            found.append(f"{line}: " + "; ".join(f"{value} ({some(which)})" for value, which in methods.items()))
     met: dict[tuple[str, int], dict[str, list[str]]] = {}
     runs: Counter[tuple[str, str, int]] = Counter()
     labels = _labels(outcomes)
@@ -134,7 +134,7 @@ def differences(outcomes: Sequence[Outcome]) -> list[str]:
         runs[labels[spec.id], where, spec.seed] += 1
     for (where, seed), each in met.items():
         if len(each) > 1:
-            who = " and ".join(_some(methods) for methods in each.values())
+            who = " and ".join(some(methods) for methods in each.values())
             found.append(f"images or their order: {who} did not meet the same on {where}, seed {seed}")
     for (method, where, seed), count in runs.items():
         if count > 1:
@@ -326,11 +326,6 @@ def _labels(outcomes: Sequence[Outcome]) -> dict[str, str]:
 def _what(outcome: Outcome) -> str:
     domains = outcome.spec.domains
     return f"{outcome.spec.method} on {domains[0]}" + (" ..." if len(domains) > 1 else "")
-
-
-def _some(names: Sequence[str], most: int = 3) -> str:
-    each = list(dict.fromkeys(names))
-    return ", ".join(each[:most]) + (f" and {len(each) - most} more" if len(each) > most else "")
 
 
 def _fill(table: Table, corner: str, columns: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:

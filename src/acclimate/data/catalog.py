@@ -30,11 +30,11 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 
-from ..errors import ConfigError, InputError, nearest
-from .corruptions import CORRUPTIONS, SEVERITIES, require_valid
+from ..errors import ConfigError, InputError, UnreadableError, nearest, some
+from .corruptions import CORRUPTIONS, SEVERITIES, Corruption, require_valid
 from .datasets import Domain, title
-from .disk import Arrays, Corruption, Files, Preprocess, input_of, read_rgb
-from .folder import AnyPath, UnreadableError, _some
+from .disk import Arrays, Files, Preprocess, input_of, read_rgb
+from .folder import AnyPath
 from .layouts import LAYOUTS, Layout, Row, read_list, survey, synsets
 
 SEVERITY = 5  # the papers'
@@ -83,7 +83,7 @@ class Report:
             for problem in row.problems:
                 where.setdefault(problem, []).append(row.title)
         everywhere = len(self.rows)
-        return [p if len(titles) == everywhere else f"{_some(titles)}: {p}" for p, titles in where.items()]
+        return [p if len(titles) == everywhere else f"{some(titles)}: {p}" for p, titles in where.items()]
 
     @property
     def usable(self) -> bool:
@@ -264,7 +264,7 @@ def _columns(name: str, names: Sequence[str], head: int | None) -> list[int] | N
         return [imagenet[wnid] for wnid in names]
     other = ""
     if name == "folder" and head == len(imagenet):
-        other = f", or name all folders by ImageNet's wnids, like {synsets()[0]} (not so: {_some(strangers)})"
+        other = f", or name all folders by ImageNet's wnids, like {synsets()[0]} (not so: {some(strangers)})"
     raise ConfigError(
         f"The head of the model has {head} classes, and {name} has {len(names)}: give a model for these{other}."
     )
@@ -291,6 +291,6 @@ def _open_all(rows: list[Row], console: Console | None) -> None:
                     progress.advance(task)
                     found += [path] if broken else []
                 if found:
-                    row.problems.append(f"{len(found)} pictures cannot be read ({_some(found)})")
+                    row.problems.append(f"{len(found)} pictures cannot be read ({some(found)})")
     finally:  # after Ctrl-C too
         pool.shutdown(cancel_futures=True)

@@ -19,9 +19,11 @@ does not depend on its batch, on the order or on the number of threads.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import zlib
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from ._formulas import Random, Textures
 from ._frost import ice, photographs
 
 Pixels = npt.NDArray[np.uint8]
+Integers = npt.NDArray[np.int64]
 
 FAMILIES = {
     "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
@@ -175,6 +178,35 @@ def apply(images: Pixels, name: str, severity: int, rngs: Iterable[Random], *, c
     if name == "frost":
         formula = functools.partial(formula, textures=textures)
     return formulas.whole_levels(formula(images, rngs, *(chosen if isinstance(chosen, tuple) else (chosen,))))
+
+
+@dataclass(frozen=True)
+class Corruption:
+    """A corruption made on the fly, as `corrupt` makes it; the arguments are the same."""
+
+    name: str
+    severity: int
+    seed: int = 0
+    constants: str | None = None
+    frost: str | None = None
+
+    def __post_init__(self) -> None:
+        require_valid(self.name, self.severity, self.seed, self.constants)
+        if self.frost is not None:
+            photographs(Path(self.frost))  # now rather than in the first batch
+
+    def __call__(self, pixels: Pixels, numbers: Integers) -> Pixels:
+        options: Any = dict(seed=self.seed, constants=self.constants, frost=self.frost)
+        return corrupt(pixels, self.name, self.severity, indices=numbers, **options)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """All that decides what it does, as JSON."""
+        drawn_on: Any = "procedural" if self.name == "frost" else None
+        if drawn_on and self.frost:
+            files = photographs(Path(self.frost)).files
+            drawn_on = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
+        return {**asdict(self), "constants": self.constants or "by size", "frost": drawn_on}
 
 
 def require_valid(name: str, severity: int, seed: int, constants: str | None) -> None:

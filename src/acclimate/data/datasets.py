@@ -8,14 +8,11 @@ from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError, InputError, require_whole
-from .corruptions import Pixels, constants_for, corrupt, require_valid
-
-Integers = npt.NDArray[np.int64]
+from .corruptions import Corruption, Integers, Pixels, constants_for
 
 
 class Domain(Protocol):
@@ -80,20 +77,18 @@ class Corrupted:
             raise InputError(
                 f"severity={severity!r} for {name!r}: clean images have none, a corruption has one from 1 to 5."
             )
-        if severity is not None:
-            require_valid(name, severity, seed, constants)
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
             raise ConfigError(f"mean={mean}, std={std}: give three numbers each, and a deviation above 0.")
-        self.name, self.severity, self.labels, self.seed = name, severity, images.labels, seed
-        self.constants = constants or constants_for(*images.pixels.shape[1:3])
+        self.name, self.severity, self.labels = name, severity, images.labels
+        constants = constants or constants_for(*images.pixels.shape[1:3])
+        self._corruption = None if severity is None else Corruption(name, severity, seed, constants)
         self._images = images
         self._mean, self._std = mean, std
 
     def load(self, indices: Integers) -> Tensor:
         shown = self._images.pixels[indices]
-        if self.severity is not None:
-            numbers = self._images.numbers[indices]
-            shown = corrupt(shown, self.name, self.severity, seed=self.seed, indices=numbers, constants=self.constants)
+        if self._corruption is not None:
+            shown = self._corruption(shown, self._images.numbers[indices])
         return normalised(shown, self._mean, self._std)
 
     @cached_property
@@ -106,17 +101,13 @@ class Corrupted:
             "count": len(self.labels),
             "name": self.name,
             "severity": self.severity,
-            "corruption": None if self.severity is None else self._made(),
+            "corruption": self._corruption and self._corruption.identity,
             "preprocess": {
                 "size": list(self._images.pixels.shape[1:3]),
                 "mean": [float(value) for value in self._mean],
                 "std": [float(value) for value in self._std],
             },
         }
-
-    def _made(self) -> dict[str, Any]:
-        ice = "procedural" if self.name == "frost" else None
-        return {"name": self.name, "severity": self.severity, "seed": self.seed, "constants": self.constants, "frost": ice}
 
     def __repr__(self) -> str:
         return f"Corrupted({title(self)}, {len(self.labels)} images)"

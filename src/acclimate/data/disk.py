@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +14,11 @@ import numpy.typing as npt
 from PIL import Image
 from torch import Tensor, nn
 
-from ..errors import ConfigError, InputError, require_whole
+from ..errors import ConfigError, InputError, UnreadableError, require_whole
 from ..vit import view
-from ._frost import photographs
-from .corruptions import Pixels, corrupt, require_valid
-from .datasets import Integers, normalised, title
-from .folder import AnyPath, UnreadableError
+from .corruptions import Corruption, Integers, Pixels
+from .datasets import normalised, title
+from .folder import AnyPath
 
 
 @dataclass(frozen=True)
@@ -131,33 +129,6 @@ def input_of(model: nn.Module, *, mean: Sequence[float] | None = None, std: Sequ
             f"This {type(model).__name__} takes no squares of one size ({height} x {width}): give a Preprocess instead."
         )
     return Input(height, tuple(mean), tuple(std), config.get("crop_pct") or 0.875, vit.classes)
-
-
-@dataclass(frozen=True)
-class Corruption:
-    """A corruption made on the fly, as `corrupt` makes it; the arguments are the same."""
-
-    name: str
-    severity: int
-    seed: int = 0
-    constants: str | None = None
-    frost: str | None = None
-
-    def __post_init__(self) -> None:
-        require_valid(self.name, self.severity, self.seed, self.constants)
-        if self.frost is not None:
-            photographs(Path(self.frost))  # now rather than in the first batch
-
-    def __call__(self, pixels: Pixels, numbers: Integers) -> Pixels:
-        options: Any = dict(seed=self.seed, constants=self.constants, frost=self.frost)
-        return corrupt(pixels, self.name, self.severity, indices=numbers, **options)
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        ice: Any = "procedural" if self.name == "frost" else None
-        if ice and self.frost:
-            ice = {file.name: _digest(file.read_bytes()) for file in photographs(Path(self.frost)).files}
-        return {**asdict(self), "constants": self.constants or "by size", "frost": ice}
 
 
 class Files:

@@ -28,7 +28,7 @@ from rich.progress import Progress
 
 from .. import __version__
 from .._files import write_whole
-from ..errors import ConfigError, InputError, StateError, require_between
+from ..errors import ConfigError, InputError, StateError, UnreadableError, require_between, some
 from ._frost import photographs
 from .corruptions import Pixels, constants_for, corrupt, require_valid
 
@@ -37,10 +37,6 @@ PROTOCOL = "corruptions.json"
 IMAGENET_C = (256, 224)  # how ImageNet-C's pictures were resized and cropped
 AnyPath = str | os.PathLike[str]
 T = TypeVar("T")
-
-
-class UnreadableError(InputError):
-    """A file that looks like a picture by its name and cannot be decoded."""
 
 
 @dataclass
@@ -58,7 +54,7 @@ class Report:
         if self.existing:
             parts.append(f"{self.existing} were there already")
         if self.unreadable:
-            parts.append(f"{len(self.unreadable)} unreadable pictures skipped: {_some(self.unreadable)}")
+            parts.append(f"{len(self.unreadable)} unreadable pictures skipped: {some(self.unreadable)}")
         return "; ".join(parts) + "."
 
 
@@ -150,7 +146,7 @@ def corrupt_folder(
                 problems = [text for _, text in _in_turn(pool, problem, jobs, progress, "reading") if text is not None]
                 if problems:
                     raise UnreadableError(
-                        f"{_some(problems, '; ')}. Nothing was written. Remove what cannot be read, or leave it out with "
+                        f"{some(problems, '; ')}. Nothing was written. Remove what cannot be read, or leave it out with "
                         "skip_unreadable=True (on the command line --skip-unreadable)."
                     )
             write_whole(target / PROTOCOL, json.dumps(settings, indent=1).encode())
@@ -277,7 +273,3 @@ def _require_same(target: Path, settings: dict[str, Any]) -> None:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-def _some(items: list[str], separator: str = ", ") -> str:
-    return separator.join(items[:5]) + (f" and {len(items) - 5} more" if len(items) > 5 else "")

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from timm.data import ImageNetInfo
 
-from ..errors import InputError, nearest
+from ..errors import InputError, nearest, some
 from .corruptions import EXTRA, FAMILIES, SEVERITIES
 from .disk import Input, Preprocess, open_array
-from .folder import SUFFIXES, _some
+from .folder import SUFFIXES
 
 
 @dataclass
@@ -58,16 +58,16 @@ def read_tree(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> Non
         return
     empty = [name for name in names if not counts[name]]
     if empty:
-        row.problems.append(f"{len(empty)} of {len(names)} classes have no pictures ({_some(empty)})")
+        row.problems.append(f"{len(empty)} of {len(names)} classes have no pictures ({some(empty)})")
     if layout.count not in (None, len(names)):
         row.problems.append(f"{len(names)} classes instead of {layout.count}")
     strangers = sorted(set(_entries(row.where)[0]) - set(names))
     if strangers:
-        shown = _some([f"{name!r}{nearest(name, empty, 0.8)}" for name in strangers[:5]])
+        shown = some([f"{name!r}{nearest(name, empty, 0.8)}" for name in strangers[:5]])
         row.problems.append(f"{len(strangers)} folders are none of its classes ({shown})")
     odd = [f"{name} {counts[name]}" for name in names if counts[name] and layout.each not in (None, counts[name])]
     if odd:
-        row.problems.append(f"{len(odd)} classes do not have {layout.each} pictures ({_some(odd)})")
+        row.problems.append(f"{len(odd)} classes do not have {layout.each} pictures ({some(odd)})")
     elif row.expected not in (None, len(row.paths)) and not empty:
         row.problems.append(f"{len(row.paths)} pictures instead of {row.expected}")
 
@@ -95,7 +95,7 @@ def read_list(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> Non
             gone.append(path)
     row.expected = len(lines)
     if gone or not lines:
-        row.problems.append(f"{len(gone)} of the {len(lines)} pictures in {file} are not there ({_some(gone)})")
+        row.problems.append(f"{len(gone)} of the {len(lines)} pictures in {file} are not there ({some(gone)})")
 
 
 def read_arrays(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> None:
@@ -145,7 +145,7 @@ def _missing(where: Path, root: Path) -> str:
     while not where.parent.is_dir():
         where = where.parent
     found = [name for names in _entries(where.parent) for name in names]
-    return f"{where} is missing.{nearest(where.name, found, 0.6)} Found there: {_some(found) or 'nothing'}"
+    return f"{where} is missing.{nearest(where.name, found, 0.6)} Found there: {some(found) or 'nothing'}"
 
 
 def _no_tree(where: Path, names: Sequence[str]) -> str:
@@ -159,8 +159,8 @@ def _no_tree(where: Path, names: Sequence[str]) -> str:
         )
     if flat:
         return f"{where} has {len(flat)} pictures in no folder: each class needs one"
-    wanted = f"folders like {_some(list(names[:2]))}" if names else "folders of classes"
-    return f"{where} has no pictures in {wanted}. Found there: {_some(folders + files) or 'nothing'}"
+    wanted = f"folders like {some(list(names[:2]))}" if names else "folders of classes"
+    return f"{where} has no pictures in {wanted}. Found there: {some(folders + files) or 'nothing'}"
 
 
 # The table

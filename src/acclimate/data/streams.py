@@ -33,7 +33,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from ..errors import ConfigError, InputError, require_between, require_whole
-from .datasets import Domain, Integers, title
+from .corruptions import Integers
+from .datasets import Domain, title
 
 SETTINGS = ("normal", "bs1", "label-shift", "mixed", "continual", "gradual")
 ARRANGEMENTS = ("mixed", "continual", "gradual")
