@@ -35,7 +35,7 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(runs):
-    methods = ["source", ("tent", {"lr": 0.1})]
+    methods = {"source": {}, "tent": {"lr": 0.1}}
     return acclimate.bench(
         methods=methods, corruptions=["snow", "fog"], seeds=[0, 1], settings=["normal", "bs1"], store=runs, **SMALL
     )
@@ -65,7 +65,7 @@ def test_results_are_a_data_frame(results):
 
 def test_a_method_with_several_options_has_several_rows(runs):
     methods = ["source", ("tent", {}), ("tent", {"lr": 0.1}), ("tent", {"lr": 0.1, "momentum": 0.0})]
-    found = acclimate.bench(methods=methods, corruptions=["fog"], store=runs, **SMALL)
+    found = acclimate.bench(methods=methods, corruptions=["fog"], store=runs, tuned=False, **SMALL)
     assert Grid(found).methods == ["source", "tent", "tent(lr=0.1)", "tent(lr=0.1, momentum=0.0)"]
 
 

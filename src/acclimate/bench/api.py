@@ -78,7 +78,7 @@ def bench(
         order: The index file (`.npy`) of a label-shift stream, as SAR's authors share theirs.
         partial: Accept a data set that is not complete.
         constants: How strong a severity is that is made on the fly: "imagenet-c" or "cifar-10-c".
-        tuned: Of the bundled model: the options that were tuned for it, where none are given; else the methods' defaults.
+        tuned: Of the bundled model: where an option is not given, the one that was tuned for it, not the method's default.
         reference: Every method as its authors' code, and no guard.
         protocol: What holds for all runs. `classes` and `unknown` come from the data.
         weights: A local file with weights for a name of timm's.
@@ -112,8 +112,9 @@ def bench(
     net = (load_model(model, weights=weights) if isinstance(model, str) else model).to(pick_device(device))
 
     usual = bundled.tuned() if tuned and not reference and model == BUNDLED else {}
-    pairs = methods.items() if isinstance(methods, Mapping) else [_pair(method, usual) for method in methods]
-    chosen = [(method, {**options, "reference": True} if reference else options) for method, options in pairs]
+    given = methods.items() if isinstance(methods, Mapping) else [(m, {}) if isinstance(m, str) else m for m in methods]
+    authors: dict[str, Any] = {"reference": True} if reference else {}
+    chosen = [(method, {**usual.get(method, {}), **options, **authors}) for method, options in given]
     for method, options in chosen:
         create(method, options)  # a wrong name is an error before the data is looked at
 
@@ -151,10 +152,6 @@ def bench(
             console=console,
         )
     )  # fmt: skip
-
-
-def _pair(method: str | tuple[str, Mapping[str, Any]], usual: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    return (method, usual.get(method, {})) if isinstance(method, str) else method
 
 
 def _restricted(protocol: Protocol, data: Data) -> Protocol:
