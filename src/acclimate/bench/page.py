@@ -355,7 +355,7 @@ def _ranges(numbers: Sequence[int], most: int = 10) -> str:
 
 
 def _protocol(sheet: Sheet, title: str) -> Iterator[Html]:
-    cards = [o.spec.card for o in sheet.outcomes]
+    cards = [o.spec.shared for o in sheet.outcomes]
     lines = {key: list(dict.fromkeys(card[key] for card in cards if card.get(key))) for key in cards[0]}
     text = "\n".join([title, *(f"{key}: {'; or '.join(values)}" for key, values in lines.items() if values)])
     yield _definitions(lines)

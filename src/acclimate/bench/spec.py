@@ -69,10 +69,19 @@ class Spec:
 
     @cached_property
     def card(self) -> dict[str, str]:
-        """The protocol for people, one line each: no number should be shown without it.
+        """The protocol for people, one line each: no number should be shown without it."""
+        counts = [domain.get("sampled", domain.get("count")) for domain in self.data]
+        return {
+            **self.shared,
+            "method": self.method + "".join(f", {name} {_text(value)}" for name, value in self.config.items()),
+            "domains": ", ".join(self.domains),
+            "images": ", ".join(map(str, dict.fromkeys(counts))),
+            "order": f"seed {self.seed}, SHA-256 {self.order[:16]}",
+        }
 
-        It says how the run was made, not on what: two runs of one table, in whatever row and column, have equal cards.
-        """
+    @cached_property
+    def shared(self) -> dict[str, str]:
+        """The part of the card that all runs of a table have in common, in whatever row and column: how, not on what."""
         made = {json.dumps(_made(domain), sort_keys=True): _made(domain) for domain in self.data}
         return {
             "model": f"{self.model['name']}, weights {self.model['weights']}, architecture {self.model['architecture']}",

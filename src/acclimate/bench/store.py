@@ -86,7 +86,7 @@ class Store:
         """Keep a result. It appears whole or not at all."""
         path = self.folder(spec) / RESULT
         values = asdict(result) | {"nll": result.nll if math.isfinite(result.nll) else None}  # JSON has no infinity
-        content = {"spec": asdict(spec), "result": values, "digest": result.digest}
+        content = {"card": spec.card, "spec": asdict(spec), "result": values, "digest": result.digest}
         write_whole(path, json.dumps(content, indent=1, allow_nan=False).encode())
         return path
 

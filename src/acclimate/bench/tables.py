@@ -117,10 +117,10 @@ class Grid:
 def differences(outcomes: Sequence[Outcome]) -> list[str]:
     """In what the protocols of runs differ that are to be in one table, a line for each; none if they belong together."""
     found = []
-    for line in outcomes[0].spec.card:
+    for line in outcomes[0].spec.shared:
         methods: dict[str, list[str]] = {}
         for outcome in outcomes:
-            methods.setdefault(outcome.spec.card[line], []).append(_what(outcome))
+            methods.setdefault(outcome.spec.shared[line], []).append(_what(outcome))
         if len(methods) > 1:
             found.append(f"{line}: " + "; ".join(f"{value} ({some(which)})" for value, which in methods.items()))
     met: dict[tuple[str, int], dict[str, list[str]]] = {}
@@ -199,7 +199,7 @@ def as_json(grid: Grid, paper: Reported | None = None) -> str:
         for method in grid.methods
     }  # fmt: skip
     content = {
-        "protocol": grid.outcomes[0].spec.card,
+        "protocol": grid.outcomes[0].spec.shared,
         "differences": grid.differences,
         "columns": grid.columns,
         "rows": rows,
@@ -241,7 +241,7 @@ def latex(grid: Grid, caption: str, paper: Reported | None = None) -> str:
         if several:
             spread = ["" if cell is None or cell[1] is None else rf"$\pm{cell[1]:.1f}$" for cell in cells.values()]
             lines.append(" & ".join(["", *spread]) + r" \\")
-    card = "; ".join(f"{name}: {value}" for name, value in grid.outcomes[0].spec.card.items())
+    card = "; ".join(f"{name}: {value}" for name, value in grid.outcomes[0].spec.shared.items())
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}}", r"\end{table*}", f"% {card}"])
 
 
