@@ -118,8 +118,17 @@ def test_check_command_on_a_file(tmp_path, capsys):
 
 def test_the_data_in_the_readme_works():
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-    code = next(block for block in blocks if "CORRUPTIONS" in block)
+    code = next(block for block in blocks if "import corrupt" in block)
     names = {"acclimate": acclimate}
     exec(code, names)
     assert names["result"].samples == names["stream"].samples == 2 * 10 * 51  # two domains, ten classes, 51 steps each
     assert names["foggy"].shape == names["images"].pixels.shape
+
+
+def test_the_bench_in_the_docs_works(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (README.parent / "docs" / "bench.md").read_text()
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.S)[1], names)
+    assert [outcome.spec.method for outcome in names["results"]] == ["source", "dct", "dct"]
+    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 3
