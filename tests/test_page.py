@@ -383,7 +383,10 @@ def test_the_protocol_is_there_to_be_read_and_to_be_copied():
     tree = Tree(page(table_of(), title="The title", notes=["First.", "Second."]))
     card = next(tree.all("dl"))
     assert dict(zip(map(text, tree.all("dt", card)), map(text, tree.all("dd", card)))) == SPEC.shared
-    assert text(next(tree.all("pre"))).split("\n") == ["The title", *(f"{key}: {value}" for key, value in SPEC.shared.items())]
+    assert text(next(tree.all("pre"))).split("\n") == [
+        "The title",
+        *(f"{key}: {value}" for key, value in SPEC.shared.items()),
+    ]
     assert [text(item) for item in tree.all("li")][-2:] == ["First.", "Second."]
 
 
