@@ -8,6 +8,7 @@ arguments with the paper's defaults, each stored under its own name.
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def scaled_lr(batch_size: int) -> float:
 
 M = TypeVar("M", bound=type[Method])
 _REGISTRY: dict[str, type[Method]] = {}
-_BUILT_IN = ("source", "tent", "sar", "dct")
+_FIRST = ("source", "tent", "sar", "dct")  # in lists; the other built-in methods follow by name
 
 
 def register(name: str) -> Callable[[M], M]:
@@ -140,7 +141,9 @@ def _load_built_in() -> None:
         if not _loaded:
             _loaded = True  # the built-in methods register themselves, which ends up here again
             try:
-                for name in _BUILT_IN:
+                here = import_module(".methods", __package__)
+                found = {module.name for module in pkgutil.iter_modules(here.__path__) if not module.name.startswith("_")}
+                for name in (*_FIRST, *sorted(found.difference(_FIRST))):
                     import_module(f".methods.{name}", __package__)
             except BaseException:
                 _loaded = False
