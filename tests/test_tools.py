@@ -118,4 +118,4 @@ def test_the_check_on_photographs_writes_its_table(tmp_path, monkeypatch, capsys
     call(script, monkeypatch, "--assets", tmp_path, *options)
     assert "| method | fog | contr | mean |" in capsys.readouterr().out
     specs = [json.loads(path.read_text())["spec"] for path in (tmp_path / "runs").glob("*/result.json")]
-    assert [spec["data"][0]["constants"] for spec in specs] == ["imagenet-c"] * 2
+    assert [spec["data"][0]["corruption"]["constants"] for spec in specs] == ["imagenet-c"] * 2
