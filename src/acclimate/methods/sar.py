@@ -12,6 +12,7 @@ from ..engine import Engine, entropy
 from ..errors import ConfigError, require_between
 from ..method import Method, Step, register, scaled_lr
 from ..vit import ViT, parameters_of
+from ._losses import reliable_margin
 
 # What matching "blocks.9", "blocks.10", "blocks.11", "blocks.21" ... in a parameter's name leaves out: the last three
 # blocks of a 12-block model, and of a 24-block model blocks 9 to 11 as well.
@@ -104,9 +105,7 @@ class SAR(Method):
         return torch.optim.SGD(self._norms, lr=self.norm_lr(batch_size), momentum=self.momentum)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
-        margin = self.margin
-        if margin is None:
-            margin = 0.4 * math.log(engine.vit.classes if self.reference else engine.num_classes)
+        margin = reliable_margin(engine, all_classes=self.reference) if self.margin is None else self.margin
 
         def reliable_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
             h = entropy(logits)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ class Tent(Method):
 
     paper = "Wang et al., ICLR 2021"
     adapts = "all norms"
+    lr_at_64: ClassVar[float] = 0.001
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class Tent(Method):
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
-        lr = scaled_lr(self.batch_size or batch_size) if self.lr is None else self.lr
+        lr = scaled_lr(self.batch_size or batch_size, self.lr_at_64) if self.lr is None else self.lr
         return torch.optim.SGD(self._adapted, lr=lr, momentum=self.momentum)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
