@@ -42,6 +42,7 @@ OPTIONS = {
     "momentum": "momentum",
     "probs_momentum": "decay",
     "reset_constant": "recovery",
+    "reset_period": "period",
     "rho": "rho",
 }
 # hyper-parameters that our implementations have no choice about, and the only value that fits them

@@ -27,6 +27,11 @@ def _eta(recording: Recording) -> Result:
     return run(recording, "eta", observe=_average)
 
 
+@replays("RDumb")
+def _rdumb(recording: Recording) -> Result:
+    return run(recording, "rdumb", observe=_average)
+
+
 @replays("EATA")
 def _eata(recording: Recording) -> Result:
     """With the Fisher information that we compute from the recorded images, which has to be the recorded one."""
