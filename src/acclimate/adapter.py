@@ -408,7 +408,9 @@ class Adapter(nn.Module):
         with self._alone():
             check_model(path, header, self.model, self.fingerprint())
             mine = {"method": self.method.name, **self.method.config, **self._options}
-            theirs = {"method": header["method"], **header["config"], **header["options"]}
+            # an option that is younger than the file had no other value than its default
+            defaults = {name: p.default for name, p in self.method.options().items()}
+            theirs = {"method": header["method"], **defaults, **header["config"], **header["options"]}
             differences = [
                 f"{key} is {theirs.get(key)!r} in the file, {mine.get(key)!r} here"
                 for key in sorted({*mine, *theirs} - COST_ONLY)

@@ -28,6 +28,8 @@ class EATA(ETA):
             large as the stream's (64); that of smaller batches is larger, and so is its effect.
         momentum: Momentum of SGD.
         batch_size: Batch size for the default learning rate; by default that of the first batch.
+        loss: What is minimised, and compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
+            al., ICLR 2025) whose mass of uncertainty is the number of classes.
         reference: As the authors' released code: see `ETA`.
     """
 
@@ -43,6 +45,7 @@ class EATA(ETA):
         fisher_weight: float = 2000.0,
         momentum: float = 0.9,
         batch_size: int | None = None,
+        loss: str = "entropy",
         reference: bool = False,
     ) -> None:
         super().__init__(
@@ -52,6 +55,7 @@ class EATA(ETA):
             decay=decay,
             momentum=momentum,
             batch_size=batch_size,
+            loss=loss,
             reference=reference,
         )
         require_between(0, math.inf, fisher_weight=fisher_weight)

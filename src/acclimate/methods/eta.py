@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine import Engine, Sweep, entropy
+from ..engine import Engine, Sweep
 from ..errors import require_between
 from ..method import Step, register
 from ..vit import ViT
-from ._losses import reliable_margin
+from ._losses import reliable_margin, uncertainty
 from .tent import Tent
 
 
@@ -33,7 +33,10 @@ class ETA(Tent):
         decay: Decay of that average.
         momentum: Momentum of SGD.
         batch_size: Batch size for the default learning rate; by default that of the first batch.
-        reference: As the authors' released code, whose default margin counts all classes of the head.
+        loss: What is minimised, and compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
+            al., ICLR 2025) whose mass of uncertainty is the number of classes.
+        reference: As the authors' released code, whose default margin counts all classes of the head. COME's mass of
+            uncertainty is 1000.
     """
 
     paper = "Niu et al., ICML 2022"
@@ -47,9 +50,10 @@ class ETA(Tent):
         decay: float = 0.9,
         momentum: float = 0.9,
         batch_size: int | None = None,
+        loss: str = "entropy",
         reference: bool = False,
     ) -> None:
-        super().__init__(lr=lr, momentum=momentum, batch_size=batch_size, reference=reference)
+        super().__init__(lr=lr, momentum=momentum, batch_size=batch_size, loss=loss, reference=reference)
         require_between(0, math.inf, optional=True, margin=margin)
         require_between(0, math.inf, redundancy=redundancy)
         require_between(0, 1, decay=decay)
@@ -73,10 +77,11 @@ class ETA(Tent):
 
     def look(self, images: Tensor, engine: Engine, average: Tensor | None) -> Sweep:
         """The gradient of the weighted entropy of what is worth learning from."""
+        measure = uncertainty(self.loss, engine, reference=self.reference)
         margin = reliable_margin(engine, all_classes=self.reference) if self.margin is None else self.margin
 
         def weighted_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
-            h = entropy(logits)
+            h = measure(logits)
             kept = h.detach() < margin
             if average is not None:
                 similarity = F.cosine_similarity(average[None], logits.detach().softmax(-1))

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..adapter import Adapter
 from ..engine import entropy
 from ..method import Method
+from ..methods._losses import COME_MASS
 from ..wrap import adapt
 
 # recorded name of a hyper-parameter -> option of the method or of the adapter
@@ -46,7 +47,7 @@ OPTIONS = {
     "rho": "rho",
 }
 # hyper-parameters that our implementations have no choice about, and the only value that fits them
-FIXED = {"steps": 1, "episodic": False}
+FIXED = {"steps": 1, "episodic": False, "uncertainty_mass": COME_MASS}
 DESCRIPTIONS = {"optimizer", "n_generator_blocks", "fisher_batch_size"}  # prose; implied by the tensors
 TRACE_TOLERANCE = 1e-5
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..adapter import Adapter
+from ..methods._losses import COME_MASS, opinion_entropy
 from ..methods.eta import ETA
 from ..source import source_statistics
 from . import Recording, Result, replays, run
@@ -44,6 +45,25 @@ def _eata(recording: Recording) -> Result:
     for name in recorded.keys() & ours.keys():
         result.compare(f"Fisher information of {name}", ours[name], recorded[name], recording.tolerance_final)
     return result
+
+
+@replays("COME-TENT")
+def _come_tent(recording: Recording) -> Result:
+    return run(recording, "tent", observe=_opinion, loss="come")
+
+
+@replays("COME-SAR")
+def _come_sar(recording: Recording) -> Result:
+    return run(recording, "sar", observe=_opinion, loss="come")
+
+
+@replays("COME-ETA")
+def _come_eta(recording: Recording) -> Result:
+    return run(recording, "eta", observe=lambda *what: _average(*what) | _opinion(*what), loss="come")
+
+
+def _opinion(adapter: Adapter, logits: Tensor) -> dict[str, Any]:
+    return {"entropy_1": opinion_entropy(logits, COME_MASS)}
 
 
 def _average(adapter: Adapter, logits: Tensor) -> dict[str, Any]:
