@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from .adapter import Adapter
 from .errors import ConformanceError, InputError
 from .method import Method, find
+from .source import source_statistics
 from .vit import view
 from .wrap import adapt, load
 
@@ -106,7 +107,11 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def wrap(self, model: nn.Module | None = None, **more: Any) -> Adapter:
-        return adapt(tiny_vit(self.family) if model is None else model, self.method, **{**self.options, **more})
+        model = tiny_vit(self.family) if model is None else model
+        if self.method.needs:
+            source = source_statistics(model, tiny_batches(2, seed=3), kinds=self.method.needs, batch_size=6)
+            more = {"source": source, **more}
+        return adapt(model, self.method, **{**self.options, **more})
 
     def run(self, adapter: Adapter | None = None) -> Adapter:
         """An adapter after a few steps."""

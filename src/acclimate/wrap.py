@@ -14,7 +14,8 @@ from . import state
 from .adapter import WRAPPED, Adapter, check_model
 from .errors import ConfigError, ModelError, StateError
 from .guard import Guard
-from .method import Method, create
+from .method import Method, create, find
+from .source import SourceStatistics, unknown
 from .vit import fingerprint, view
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def adapt(
     precision: str = "float32",
     compile: bool | str = False,
     seed: int = 0,
+    source: SourceStatistics | str | PathLike[str] | None = None,
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Adapter:
@@ -52,6 +54,8 @@ def adapt(
         precision: "float32", or autocast to "bfloat16" or "float16".
         compile: `torch.compile` the forward pass; a string names the backend.
         seed: Of everything random in the method.
+        source: Statistics of the source data, or the file that they were saved to, for methods that need some (EATA): see
+            `acclimate.source_statistics`. Other methods leave them alone.
         group: A `torch.distributed` process group whose ranks adapt to one stream together. Every rank wraps an equal model
             and passes its share of each batch, which may be empty, and gets the logits of that share; the update is that of
             the whole batch, and the same on all ranks. Only what is given here is shared, never what torchrun has started:
@@ -83,6 +87,7 @@ def adapt(
             precision=precision,
             compile=compile,
             seed=seed,
+            source=source if source is None or isinstance(source, SourceStatistics) else SourceStatistics.load(source),
             ranks=ranks,
         )
 
@@ -118,7 +123,10 @@ def _load(path: str | PathLike[str], model: nn.Module, ranks: Ranks | None) -> A
         options = {**header["options"], **header["config"]}
         if options["guard"] is not None:
             options["guard"] = Guard(**options["guard"])
-        adapter = adapt(model, header["method"], group=None if ranks is None else ranks.group, **options)
+        needs = find(header["method"]).needs
+        # what the method keeps of the source statistics is in the file
+        source = unknown(needs, view(model), {"class": "", **mine}, header.get("source") or {}) if needs else None
+        adapter = adapt(model, header["method"], source=source, group=None if ranks is None else ranks.group, **options)
     except (ConfigError, KeyError, TypeError) as error:
         raise StateError(f"{path} was written with a method or options that are not known here: {error}") from error
     adapter._fingerprint = mine  # hashing a large model once is enough

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine, entropy
+from ..engine import Engine
 from ..errors import ConfigError, require_between
 from ..method import Method, Step, register, scaled_lr
 from ..vit import ViT, parameters_of
+from ._losses import reliable_margin, require_loss, uncertainty
 
 # What matching "blocks.9", "blocks.10", "blocks.11", "blocks.21" ... in a parameter's name leaves out: the last three
 # blocks of a 12-block model, and of a 24-block model blocks 9 to 11 as well.
@@ -42,9 +43,12 @@ class SAR(Method):
         blocks: Which blocks adapt: a number (the first so many) or indices; by default all but the last quarter, of which
             at most three are left out (9 of 12, 21 of 24).
         batch_size: Batch size for the default learning rate; by default that of the first batch.
+        loss: What is minimised, and compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
+            al., ICLR 2025) whose mass of uncertainty is the number of classes.
         reference: Behave as the authors' released code, quirks included: momentum survives a recovery and moves the
             parameters when no sample is reliable, the moving average does not restart after a recovery, the margin counts
             all classes of the head, and matching by name leaves out blocks 9 to 11 of a 24-block model too.
+            COME's mass of uncertainty is 1000.
     """
 
     paper = "Niu et al., ICLR 2023"
@@ -62,6 +66,7 @@ class SAR(Method):
         decay: float = 0.9,
         blocks: int | Sequence[int] | None = None,
         batch_size: int | None = None,
+        loss: str = "entropy",
         reference: bool = False,
     ) -> None:
         super().__init__()
@@ -69,6 +74,7 @@ class SAR(Method):
         require_between(1, math.inf, optional=True, batch_size=batch_size)
         require_between(0, math.inf, rho=rho, recovery=recovery)
         require_between(0, 1, momentum=momentum, decay=decay)
+        require_loss(loss)
         self.lr = lr
         self.margin = margin
         self.rho = rho
@@ -77,6 +83,7 @@ class SAR(Method):
         self.decay = decay
         self.blocks = blocks if blocks is None or isinstance(blocks, int) else tuple(int(i) for i in blocks)
         self.batch_size = batch_size
+        self.loss = loss
         self.reference = reference
         self.average: Tensor
         self.register_buffer("average", torch.tensor(math.nan))  # of the loss; NaN until there is one
@@ -104,12 +111,11 @@ class SAR(Method):
         return torch.optim.SGD(self._norms, lr=self.norm_lr(batch_size), momentum=self.momentum)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
-        margin = self.margin
-        if margin is None:
-            margin = 0.4 * math.log(engine.vit.classes if self.reference else engine.num_classes)
+        measure = uncertainty(self.loss, engine, reference=self.reference)
+        margin = reliable_margin(engine, all_classes=self.reference) if self.margin is None else self.margin
 
         def reliable_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
-            h = entropy(logits)
+            h = measure(logits)
             return h, h.detach() < margin
 
         first = engine.gradient(images, reliable_entropy, selective=True)

@@ -26,23 +26,29 @@ from torch import Tensor, nn
 from ..adapter import Adapter
 from ..engine import entropy
 from ..method import Method
+from ..methods._losses import COME_MASS
 from ..wrap import adapt
 
 # recorded name of a hyper-parameter -> option of the method or of the adapter
 OPTIONS = {
     "batch_size": "batch_size",
     "class_indices": "classes",
+    "d_margin": "redundancy",
     "dct_lr": "lr_generator",
+    "e_margin": "margin",
     "ema_momentum": "decay",
+    "fisher_alpha": "fisher_weight",
     "lr": "lr",
     "margin_e0": "margin",
     "momentum": "momentum",
+    "probs_momentum": "decay",
     "reset_constant": "recovery",
+    "reset_period": "period",
     "rho": "rho",
 }
 # hyper-parameters that our implementations have no choice about, and the only value that fits them
-FIXED = {"steps": 1, "episodic": False}
-DESCRIPTIONS = {"optimizer", "n_generator_blocks"}  # prose; implied by the tensors
+FIXED = {"steps": 1, "episodic": False, "uncertainty_mass": COME_MASS}
+DESCRIPTIONS = {"optimizer", "n_generator_blocks", "fisher_batch_size"}  # prose; implied by the tensors
 TRACE_TOLERANCE = 1e-5
 
 
@@ -128,7 +134,11 @@ def replays(*methods: str) -> Callable[[Replay], Replay]:
 
 
 def run(
-    recording: Recording, method: str | type[Method], final: Callable[[Adapter], dict[str, Tensor]] | None = None
+    recording: Recording,
+    method: str | type[Method],
+    final: Callable[[Adapter], dict[str, Tensor]] | None = None,
+    observe: Callable[[Adapter, Tensor], dict[str, Any]] = lambda adapter, logits: {},
+    **more: Any,
 ) -> Result:
     """Feed the recorded batches to an adapter and compare logits, per-step traces and final tensors.
 
@@ -136,24 +146,32 @@ def run(
         recording: What to repeat.
         method: Which of ours, by name or as a class that has the recorded random parts.
         final: What to compare at the end; by default the model's adapted parameters and their momentum.
+        observe: Further traces, or other values of the usual ones, after a step that returned these logits.
+        **more: Options that are not in the recording's header.
     """
     result = Result(recording.case)
-    adapter = adapt(recording.model(), method, reference=True, **recording.options())
-    trace: dict[str, list[Any]] = {
-        name: [] for name in ("entropy_1", "n_selected_1", "n_selected_2", "loss", "ema", "reset")
-    }
+    adapter = adapt(recording.model(), method, reference=True, **recording.options(), **more)
+    margin = recording.hyper.get("margin_e0", recording.hyper.get("e_margin", math.inf))
+    trace: dict[str, list[Any]] = {}
     for t, images, expected in recording.batches():
         logits = adapter(images)
         error = result.compare(f"logits of step {t}", logits, expected, recording.tolerance_logits)
         result.logits = max(result.logits, error)
-        h, record = entropy(logits), adapter.record
+        record = adapter.record
         assert record is not None
-        trace["entropy_1"].append(h.tolist() + [math.nan] * (len(recording.tensors["x/0"]) - len(h)))  # a short last batch
-        trace["n_selected_1"].append(int((h < recording.hyper.get("margin_e0", math.inf)).sum()))
-        trace["n_selected_2"].append(record.used)
-        trace["loss"].append(math.nan if record.loss is None else record.loss)
-        trace["ema"].append(math.nan if record.recovery is None else record.recovery)
-        trace["reset"].append(int(record.event == "recovered"))
+        row = {
+            "entropy_1": entropy(logits),
+            "n_selected_2": record.used,
+            "loss": math.nan if record.loss is None else record.loss,
+            "ema": math.nan if record.recovery is None else record.recovery,
+            "reset": int(record.event == "recovered"),
+            **observe(adapter, logits),
+        }
+        h = row["entropy_1"].tolist()
+        row["n_selected_1"] = sum(value < margin for value in h)
+        row["entropy_1"] = h + [math.nan] * (len(recording.tensors["x/0"]) - len(h))  # a short last batch
+        for name, value in row.items():
+            trace.setdefault(name, []).append(value)
     for name, expected in recording.group("trace/").items():
         if name in trace:  # entropy_2, inside the second pass, is not something an adapter reports
             tolerance = recording.tolerance_logits if name == "entropy_1" else TRACE_TOLERANCE
