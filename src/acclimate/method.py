@@ -40,6 +40,10 @@ class Method(nn.Module):
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     adapts: ClassVar[str] = "nothing"
+    augments: ClassVar[bool] = False
+    """Whether it uses `engine.to_pixels`: a model whose normalisation is not known is then refused when it is wrapped."""
+    predicts_after: ClassVar[bool] = False
+    """Whether the logits of a step come from after its update anyway."""
     exceptions: ClassVar[Mapping[str, str]] = {}
     """Checks of the conformance suite that this method cannot meet, each with the reason."""
 
@@ -65,6 +69,10 @@ class Method(nn.Module):
     def step(self, images: Tensor, engine: Engine) -> Step:
         """Predict one batch and learn from it. Change buffers after the gradients are known to be finite."""
         raise NotImplementedError
+
+    def predict(self, images: Tensor, engine: Engine) -> Tensor:
+        """Logits without learning: for frozen calls, and for those of after an update."""
+        return engine.predict(images)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.config.items())
