@@ -35,15 +35,19 @@ OPTIONS = {
     "class_indices": "classes",
     "dct_lr": "lr_generator",
     "ema_momentum": "decay",
+    "leak_optimizer_state": "leak_optimizer_state",
     "lr": "lr",
     "margin_e0": "margin",
     "momentum": "momentum",
     "n_augmentations": "views",
+    "n_views": "views",
     "nesterov": "nesterov",
+    "niter": "iterations",
     "reset_constant": "recovery",
     "restore_prob": "restore",
     "rho": "rho",
     "teacher_momentum": "teacher_momentum",
+    "weight_decay": "weight_decay",
 }
 # hyper-parameters that our implementations have no choice about, and the only value that fits them
 FIXED = {"steps": 1, "episodic": False}
@@ -133,7 +137,11 @@ def replays(*methods: str) -> Callable[[Replay], Replay]:
 
 
 def run(
-    recording: Recording, method: str | type[Method], final: Callable[[Adapter], dict[str, Tensor]] | None = None
+    recording: Recording,
+    method: str | type[Method],
+    final: Callable[[Adapter], dict[str, Tensor]] | None = None,
+    *,
+    trace_tolerance: float = TRACE_TOLERANCE,
 ) -> Result:
     """Feed the recorded batches to an adapter and compare logits, per-step traces and final tensors.
 
@@ -141,6 +149,7 @@ def run(
         recording: What to repeat.
         method: Which of ours, by name or as a class that has the recorded random parts.
         final: What to compare at the end; by default the model's adapted parameters and their momentum.
+        trace_tolerance: How far a per-step number may be off.
     """
     result = Result(recording.case)
     options = recording.options()
@@ -164,7 +173,7 @@ def run(
         trace["reset"].append(int(record.event == "recovered"))
     for name, expected in recording.group("trace/").items():
         if name in trace:  # entropy_2, inside the second pass, is not something an adapter reports
-            tolerance = recording.tolerance_logits if name == "entropy_1" else TRACE_TOLERANCE
+            tolerance = recording.tolerance_logits if name == "entropy_1" else trace_tolerance
             result.compare(f"trace {name}", torch.tensor(trace[name], dtype=torch.float64), expected, tolerance)
     adapted, recorded = (final or adapted_parameters)(adapter), recording.group("final/")
     momentum = any(name.startswith("momentum.") for name in recorded)
