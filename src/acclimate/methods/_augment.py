@@ -10,6 +10,10 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
+from ..engine import Engine
+
+NOISE = 0.005  # standard deviation
+
 
 def uniform(low: float, high: float, rng: torch.Generator) -> float:
     return low + (high - low) * float(torch.rand((), generator=rng, dtype=torch.float64))
@@ -58,6 +62,12 @@ def jitter_and_move(pixels: Tensor, rng: torch.Generator, *, padding: str = "edg
         x = F.gaussian_blur(x, [5, 5], [sigma, sigma])
     x = F.center_crop(x, [height, width])
     return F.horizontal_flip(x) if mirrored else x
+
+
+def noisy_view(images: Tensor, noise: Tensor, engine: Engine) -> Tensor:
+    """CoTTA's whole augmentation, of images as the model takes them; `noise` is standard normal and of their shape."""
+    pixels = jitter_and_move(engine.to_pixels(images), engine.rng)
+    return engine.from_pixels((pixels + NOISE * noise.to(pixels)).clamp(0, 1))
 
 
 def resized_crop(pixels: Tensor, rng: torch.Generator, *, least: float) -> Tensor:

@@ -41,7 +41,7 @@ class MEMO(Method):
     adapts = "all parameters, for each image anew"
     augments = True
     predicts_after = True
-    quick: ClassVar = {"views": 3}
+    quick: ClassVar = {"views": 2}
     exceptions: ClassVar = {
         "micro_batches_do_not_matter": "AdamW divides by the size of the gradient, so that a parameter on which nothing "
         "depends (a key's bias) moves by rounding errors",
