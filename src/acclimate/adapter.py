@@ -22,6 +22,7 @@ from .engine import Engine, entropy
 from .errors import ConfigError, ModelError, NonFiniteError, StateError
 from .guard import Guard
 from .method import Method, Step, is_registered
+from .pixels import normalisation, unknown_normalisation
 from .source import SourceStatistics, require
 from .vit import ViT, fingerprint, require_same, view
 
@@ -92,6 +93,8 @@ class Adapter(nn.Module):
         compile: bool | str = False,
         seed: int = 0,
         source: SourceStatistics | None = None,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
@@ -102,6 +105,9 @@ class Adapter(nn.Module):
         if isinstance(model, Adapter) or model in WRAPPED:
             raise ModelError("This model is wrapped already; call unwrap() on its adapter first.")
         vit = view(model)
+        pixels = normalisation(vit, mean, std)
+        if method.augments and pixels is None:
+            raise unknown_normalisation(type(model).__name__)
         source_state = model.state_dict(keep_vars=True)  # under the names it has before any surgery
         names = {id(p): f"model/{name}" for name, p in source_state.items()}
         rng = torch.Generator().manual_seed(seed)
@@ -126,6 +132,7 @@ class Adapter(nn.Module):
                 micro_batch=micro_batch,
                 precision=precision,
                 compile=compile,
+                normalisation=pixels,
                 rng=rng,
                 ranks=ranks,
             )
@@ -141,7 +148,7 @@ class Adapter(nn.Module):
         self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("batch_size", torch.tensor(0))  # of the first batch; 0 until there is one
         self.record: Record | None = None
-        self._after = predict == "after" and bool(adapted)
+        self._after = predict == "after" and bool(adapted) and not method.predicts_after
         self._options = {
             "classes": self.engine.classes,
             "predict": predict,
@@ -150,6 +157,8 @@ class Adapter(nn.Module):
             "precision": precision,
             "compile": compile,
             "seed": seed,
+            "mean": mean if mean is None or isinstance(mean, (int, float)) else [float(v) for v in mean],
+            "std": std if std is None or isinstance(std, (int, float)) else [float(v) for v in std],
         }
         self._lock = threading.RLock()
         self._source_state = source_state
@@ -202,7 +211,7 @@ class Adapter(nn.Module):
         """Logits of a batch, (batch, classes); the model adapts to the batch unless it is frozen."""
         with self._alone():
             if id(self) in _FROZEN.get():
-                return self.engine.predict(self._checked(images))
+                return self.method.predict(self._checked(images), self.engine)
             with self.engine.together():
                 return self._adapt(self._checked(images))
 
@@ -244,18 +253,19 @@ class Adapter(nn.Module):
         """A step, and the logits of the whole batch of so many samples, of which the step's may be one rank's share."""
         engine = self.engine
         if self.guard is not None and bool(self.guard.stopped):
-            step = Step(engine.predict(images), event="frozen: the guard stopped adaptation")
+            step = Step(self.method.predict(images, engine), event="frozen: the guard stopped adaptation")
             return step, engine.gather(step.logits)
         first = not int(self.batch_size)
         # the pass after the update may fail too, and so may another rank
-        before = self._capture() if self._after or engine.ranks is not None else None
+        keep = self._after or engine.ranks is not None or not self.method.updates_once
+        before = self._capture() if keep else None
         try:
             with engine.together():
                 if first:
                     self._start(samples)
                 step = self.method.step(images, engine)
                 if self._after:
-                    step.logits = engine.predict(images)
+                    step.logits = self.method.predict(images, engine)
                 engine.kept_share.fill_(step.used / samples)
                 return step, engine.gather(step.logits)
         except BaseException as error:
@@ -265,7 +275,7 @@ class Adapter(nn.Module):
                 self._apply_snapshot({**before, "loss_scale": engine.loss_scale})  # an overflow has to lower the scale
             if self.guard is None or not isinstance(error, NonFiniteError):
                 raise
-            step = Step(engine.predict(images), event=f"skipped: {error}")
+            step = Step(self.method.predict(images, engine), event=f"skipped: {error}")
             return step, engine.gather(step.logits)
         finally:
             for p in engine.parameters:

@@ -26,14 +26,19 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ConfigError, NonFiniteError
+from .pixels import Normalisation, unknown_normalisation
 from .vit import ViT, samples_interact
 
 if TYPE_CHECKING:
     from .parallel import Ranks
 
 T = TypeVar("T")
-Objective = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Logits (batch, classes) to a loss per sample and a mask of the samples to learn from, each sample on its own."""
+Objective = Callable[..., tuple[Tensor, Tensor]]
+"""Logits (batch, classes) to a loss per sample and a mask of the samples to learn from, each sample on its own.
+
+Further arguments are what `gradient` was given for each sample. If a sample is several pictures (batch, views, channels,
+height, width), its logits are (batch, views, classes).
+"""
 
 MOST_WORKERS = 4  # each holds one micro-batch and one gradient
 TOKENS_AT_ONCE = 2 * 197 * 768  # times width: two images in ViT-B, large enough to be efficient, small enough to be cheap
@@ -93,6 +98,7 @@ class Engine:
             passed whole whatever is said here.
         precision: "float32", or autocast to "bfloat16" or "float16" (the latter with loss scaling).
         compile: `torch.compile` the forward pass; a string names the backend.
+        normalisation: How pixels become what the model takes; None if that is not known.
         rng: Source of all randomness of a method. Where ranks share a batch, draw the same on all of them.
         ranks: The processes that share every batch; None if this one is alone.
     """
@@ -106,6 +112,7 @@ class Engine:
         micro_batch: int | None = None,
         precision: str = "float32",
         compile: bool | str = False,
+        normalisation: Normalisation | None = None,
         rng: torch.Generator,
         ranks: Ranks | None = None,
     ) -> None:
@@ -125,6 +132,7 @@ class Engine:
         self.loss_scale = torch.tensor(2.0**14 if precision == "float16" else 1.0)
         self.kept_share = torch.tensor(0.0)  # of the last batch's samples; the adapter notes it after each step
         self.passes = Passes()  # since the model was wrapped
+        self.normalisation = normalisation
         self._micro_batch = micro_batch
         self._dtype = PRECISIONS[precision]
         self.whole = samples_interact(vit.model)  # batches are not cut
@@ -158,6 +166,8 @@ class Engine:
 
     def forward(self, images: Tensor) -> Tensor:
         """One pass, differentiable if gradients are enabled: logits of the target's classes, at least in float32."""
+        if images.ndim == 5:
+            return self.forward(images.flatten(0, 1)).unflatten(0, images.shape[:2])
         self._count(forward=len(images))
         # no cache of casted weights: inside a caller's own autocast it would outlive the update of a weight
         with torch.autocast(self.vit.device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False):
@@ -169,21 +179,28 @@ class Engine:
         """Logits, and nothing else."""
 
         @torch.no_grad()
-        def work(parts: Sequence[Tensor]) -> Tensor:
-            return torch.cat([self.forward(part) for part in parts])
+        def work(parts: Sequence[tuple[Tensor, ...]]) -> Tensor:
+            return torch.cat([self.forward(part) for (part,) in parts])
 
         if not len(images):
             return self._unseen(images).logits
-        return torch.cat(self._spread(work, images, selective=False))
+        return torch.cat(self._spread(work, (images,), selective=False))
 
     def gradient(
-        self, images: Tensor, objective: Objective, *, among: Tensor | None = None, selective: bool = False
+        self,
+        images: Tensor,
+        objective: Objective,
+        *,
+        given: Sequence[Tensor] = (),
+        among: Tensor | None = None,
+        selective: bool = False,
     ) -> Sweep:
         """Leave in `.grad` the gradient of the mean objective over the samples that it keeps (None if it keeps none).
 
         Args:
             images: The batch.
             objective: Loss of each sample, and which samples to keep.
+            given: Tensors with one row per sample (weights, targets), which the objective gets after the logits.
             among: Mask of the samples that may be kept. The others are not passed at all, unless the samples interact.
             selective: Say that many may be rejected. It changes the cost, not the result.
 
@@ -196,20 +213,20 @@ class Engine:
         if among is not None and self.whole:
             objective = _restricted(objective, among)
         elif among is not None:
-            images = images[among]
+            images, given = images[among], [rows[among] for rows in given]
 
         @torch.enable_grad()
-        def work(parts: Sequence[Tensor]) -> tuple[list[Sweep], list[Tensor] | None]:
+        def work(parts: Sequence[tuple[Tensor, ...]]) -> tuple[list[Sweep], list[Tensor] | None]:
             sweeps: list[Sweep] = []
             total: list[Tensor] | None = None
             for part in parts:
-                sweep, loss = self._pass(part, objective)
+                sweep, loss = self._pass(objective, *part)
                 sweeps.append(sweep)
                 if loss is not None:
                     total = self._accumulate(total, loss)
             return sweeps, total
 
-        results = self._spread(work, images, selective) if len(images) else []
+        results = self._spread(work, (images, *given), selective) if len(images) else []
         seen = [sweep for sweeps, _ in results for sweep in sweeps] or [self._unseen(images)]
         sweep = Sweep(*(torch.cat([getattr(s, name) for s in seen]) for name in ("logits", "losses", "kept")))
         if not sweep.logits.isfinite().all():
@@ -223,12 +240,12 @@ class Engine:
     def _unseen(self, images: Tensor) -> Sweep:
         """Of no sample: an empty share of a batch, or one of which nothing is left."""
         losses = torch.zeros(0, dtype=torch.promote_types(images.dtype, torch.float32), device=images.device)
-        return Sweep(losses.new_zeros(0, self.num_classes), losses, losses > 0)
+        return Sweep(losses.new_zeros(*images.shape[:-3], self.num_classes), losses, losses > 0)
 
-    def _pass(self, images: Tensor, objective: Objective) -> tuple[Sweep, Tensor | None]:
+    def _pass(self, objective: Objective, images: Tensor, *given: Tensor) -> tuple[Sweep, Tensor | None]:
         """Forward one micro-batch; the second result is the summed loss of what it keeps, with its graph."""
         logits = self.forward(images)
-        losses, kept = objective(logits)
+        losses, kept = objective(logits, *given)
         sweep = Sweep(logits.detach(), losses.detach(), kept)
         if not sweep.used:
             return sweep, None
@@ -236,7 +253,7 @@ class Engine:
             # a backward pass through everybody would cost more than a fresh pass of the few
             logits = losses = torch.empty(0)  # frees the large graph first
             self._count(backward=sweep.used)
-            return sweep, objective(self.forward(images[kept]))[0].sum()
+            return sweep, objective(self.forward(images[kept]), *(rows[kept] for rows in given))[0].sum()
         self._count(backward=len(images))
         return sweep, losses[kept].sum()
 
@@ -273,11 +290,18 @@ class Engine:
         for p, gradient in zip(self.parameters, total):
             p.grad = gradient
 
-    def _spread(self, work: Callable[[Sequence[Tensor]], T], images: Tensor, selective: bool) -> list[T]:
-        """Cut a batch into micro-batches and give each worker a contiguous run of them, so that sums have one order."""
+    def _spread(
+        self, work: Callable[[Sequence[tuple[Tensor, ...]]], T], batch: tuple[Tensor, ...], selective: bool
+    ) -> list[T]:
+        """Cut a batch into micro-batches and give each worker a contiguous run of them, so that sums have one order.
+
+        The batch is its images, and whatever else has one row per sample.
+        """
+        images = batch[0]
         threads = torch.get_num_threads()
         workers = min(threads, MOST_WORKERS) if images.device.type == "cpu" and not self._compile else 1
-        parts = images.split(self._part_size(images, workers, selective))
+        size = self._part_size(images, workers, selective)
+        parts = list(zip(*(rows.split(size) for rows in batch)))
         workers = min(workers, len(parts))
         if workers == 1:
             return [work(parts)]
@@ -289,9 +313,10 @@ class Engine:
             return len(images)
         if self._micro_batch is not None:
             return self._micro_batch
+        views = images.shape[1] if images.ndim == 5 else 1
         if images.device.type != "cpu":
-            return 32
-        size = max(2, round(TOKENS_AT_ONCE / (self.vit.tokens * self.vit.width)))
+            return max(1, 32 // views)
+        size = max(2, round(TOKENS_AT_ONCE / (self.vit.tokens * self.vit.width)) // views)
         if selective and float(self.kept_share) < 0.75:
             size //= 2
         return min(size, math.ceil(len(images) / workers))
@@ -306,9 +331,39 @@ class Engine:
         """
         return tensor if self.ranks is None else self.ranks.gather(tensor)
 
+    def places(self, images: Tensor) -> tuple[Tensor, int]:
+        """Where this rank's samples stand in the whole batch, and how many samples that has.
+
+        What is drawn for each sample has to be drawn for the whole batch, of which a rank then takes its places: so all
+        ranks draw the same, and what one process would. All ranks have to call this.
+        """
+        if self.ranks is None:
+            return torch.arange(len(images)), len(images)
+        whose = self.gather(torch.full((len(images), 1), self.ranks.rank))[:, 0]
+        return (whose == self.ranks.rank).nonzero()[:, 0], len(whose)
+
+    def divide(self, rows: Tensor) -> Tensor:
+        """This rank's part of rows that all ranks hold, and whose work they share: `gather` puts the parts together."""
+        return rows if self.ranks is None else rows.tensor_split(self.ranks.count)[self.ranks.rank]
+
     def together(self) -> AbstractContextManager[None]:
         """What fails inside on one rank fails on all of them, once they next exchange something."""
         return nullcontext() if self.ranks is None else self.ranks.together()
+
+    # ---- pixels -----------------------------------------------------------------------------------------------
+
+    def to_pixels(self, images: Tensor) -> Tensor:
+        """Images as the model takes them to pixels, which are from 0 to 1 in an ordinary picture."""
+        return self._normalised().undo(images)
+
+    def from_pixels(self, pixels: Tensor) -> Tensor:
+        """The inverse."""
+        return self._normalised().apply(pixels)
+
+    def _normalised(self) -> Normalisation:
+        if self.normalisation is None:
+            raise unknown_normalisation(type(self.vit.model).__name__)
+        return self.normalisation
 
     # ---- updates ----------------------------------------------------------------------------------------------
 
@@ -329,6 +384,19 @@ class Engine:
                 gradients = [p.grad for p in self.parameters if p.grad is not None]
                 torch._foreach_add_(self.parameters, gradients, alpha=rho / (self._gradient_norm + 1e-12))
             yield
+
+    @contextmanager
+    def standing_at(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, for passes alone, the parameters are these: they change places with them, and nothing is copied."""
+        self._exchange(values)
+        try:
+            yield
+        finally:
+            self._exchange(values)
+
+    def _exchange(self, values: Sequence[Tensor]) -> None:
+        for p, value in zip(self.parameters, values):
+            p.data, value.data = value.data, p.data
 
     @contextmanager
     def at_source(self) -> Iterator[None]:

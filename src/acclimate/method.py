@@ -43,6 +43,14 @@ class Method(nn.Module):
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     adapts: ClassVar[str] = "nothing"
+    augments: ClassVar[bool] = False
+    """Whether it uses `engine.to_pixels`: a model whose normalisation is not known is then refused when it is wrapped."""
+    predicts_after: ClassVar[bool] = False
+    """Whether the logits of a step come from after its update anyway."""
+    updates_once: ClassVar[bool] = True
+    """Whether nothing can fail after a step's first update; otherwise the adapter keeps a copy of the state meanwhile."""
+    quick: ClassVar[Mapping[str, Any]] = {}
+    """Options with which the conformance suite runs, where the defaults would take it long."""
     exceptions: ClassVar[Mapping[str, str]] = {}
     """Checks of the conformance suite that this method cannot meet, each with the reason."""
     needs: ClassVar[tuple[str, ...]] = ()
@@ -73,6 +81,10 @@ class Method(nn.Module):
     def step(self, images: Tensor, engine: Engine) -> Step:
         """Predict one batch and learn from it. Change buffers after the gradients are known to be finite."""
         raise NotImplementedError
+
+    def predict(self, images: Tensor, engine: Engine) -> Tensor:
+        """Logits without learning: for frozen calls, and for those of after an update."""
+        return engine.predict(images)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.config.items())

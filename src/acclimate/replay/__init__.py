@@ -25,12 +25,15 @@ from torch import Tensor, nn
 
 from ..adapter import Adapter
 from ..engine import entropy
-from ..method import Method
+from ..method import Method, find
 from ..methods._losses import COME_MASS
 from ..wrap import adapt
 
 # recorded name of a hyper-parameter -> option of the method or of the adapter
 OPTIONS = {
+    "adam_betas": "betas",
+    "alpha": "alpha",
+    "anchor_threshold": "threshold",
     "batch_size": "batch_size",
     "class_indices": "classes",
     "d_margin": "redundancy",
@@ -38,17 +41,35 @@ OPTIONS = {
     "e_margin": "margin",
     "ema_momentum": "decay",
     "fisher_alpha": "fisher_weight",
+    "gamma": "gamma",
+    "lambda_t": "lambda_t",
+    "lambda_u": "lambda_u",
+    "leak_optimizer_state": "leak_optimizer_state",
     "lr": "lr",
     "margin_e0": "margin",
+    "memory_size": "memory",
     "momentum": "momentum",
+    "momentum_probs": "decay",
+    "momentum_src": "source_momentum",
+    "n_augmentations": "views",
+    "n_views": "views",
+    "nesterov": "nesterov",
+    "niter": "iterations",
+    "nu": "nu",
     "probs_momentum": "decay",
+    "q": "q",
     "reset_constant": "recovery",
     "reset_period": "period",
+    "restore_prob": "restore",
     "rho": "rho",
+    "teacher_momentum": "teacher_momentum",
+    "temperature": "temperature",
+    "update_frequency": "every",
+    "weight_decay": "weight_decay",
 }
 # hyper-parameters that our implementations have no choice about, and the only value that fits them
 FIXED = {"steps": 1, "episodic": False, "uncertainty_mass": COME_MASS}
-DESCRIPTIONS = {"optimizer", "n_generator_blocks", "fisher_batch_size"}  # prose; implied by the tensors
+DESCRIPTIONS = {"optimizer", "n_generator_blocks", "fisher_batch_size", "params"}  # prose; implied by the tensors
 TRACE_TOLERANCE = 1e-5
 
 
@@ -64,7 +85,7 @@ class Recording:
         self.hyper: dict[str, Any] = json.loads(metadata.get("hyper", "{}"))
         self.model_kwargs: dict[str, Any] = json.loads(metadata.get("model_kwargs", "{}"))
         self.tolerance_logits = float(metadata.get("tolerance_logits", "nan"))  # nothing is within NaN
-        self.tolerance_final = float(metadata.get("tolerance_final", "nan"))
+        self.tolerance_final = float(metadata.get("tolerance_final", "nan").split()[0])  # words may follow
 
     def group(self, prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
@@ -138,6 +159,8 @@ def run(
     method: str | type[Method],
     final: Callable[[Adapter], dict[str, Tensor]] | None = None,
     observe: Callable[[Adapter, Tensor], dict[str, Any]] = lambda adapter, logits: {},
+    *,
+    trace_tolerance: float = TRACE_TOLERANCE,
     **more: Any,
 ) -> Result:
     """Feed the recorded batches to an adapter and compare logits, per-step traces and final tensors.
@@ -147,10 +170,14 @@ def run(
         method: Which of ours, by name or as a class that has the recorded random parts.
         final: What to compare at the end; by default the model's adapted parameters and their momentum.
         observe: Further traces, or other values of the usual ones, after a step that returned these logits.
+        trace_tolerance: How far a per-step number may be off.
         **more: Options that are not in the recording's header.
     """
     result = Result(recording.case)
-    adapter = adapt(recording.model(), method, reference=True, **recording.options(), **more)
+    options = recording.options()
+    if "batch_size" not in find(method).options():
+        options.pop("batch_size", None)  # where no default depends on it, the batches themselves say it
+    adapter = adapt(recording.model(), method, reference=True, **options, **more)
     margin = recording.hyper.get("margin_e0", recording.hyper.get("e_margin", math.inf))
     trace: dict[str, list[Any]] = {}
     for t, images, expected in recording.batches():
@@ -174,7 +201,7 @@ def run(
             trace.setdefault(name, []).append(value)
     for name, expected in recording.group("trace/").items():
         if name in trace:  # entropy_2, inside the second pass, is not something an adapter reports
-            tolerance = recording.tolerance_logits if name == "entropy_1" else TRACE_TOLERANCE
+            tolerance = recording.tolerance_logits if name == "entropy_1" else trace_tolerance
             result.compare(f"trace {name}", torch.tensor(trace[name], dtype=torch.float64), expected, tolerance)
     adapted, recorded = (final or adapted_parameters)(adapter), recording.group("final/")
     momentum = any(name.startswith("momentum.") for name in recorded)

@@ -1,0 +1,134 @@
+"""Augmentations of pixels from 0 to 1, (batch, channels, height, width); all that is random comes from a given generator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as F
+
+from ..engine import Engine
+
+NOISE = 0.005  # standard deviation
+
+
+def uniform(low: float, high: float, rng: torch.Generator) -> float:
+    return low + (high - low) * float(torch.rand((), generator=rng, dtype=torch.float64))
+
+
+def whole(low: int, high: int, rng: torch.Generator) -> int:
+    """Of low, ..., high."""
+    return int(torch.randint(low, high + 1, (), generator=rng))
+
+
+def jitter_and_move(pixels: Tensor, rng: torch.Generator, *, padding: str = "edge", blur: bool = True) -> Tensor:
+    """CoTTA's random view, with the same parameters for the whole batch, but for the noise that it adds at the end.
+
+    Colours change in a random order; then the picture, padded by half its size, is rotated, moved and scaled a little,
+    blurred, cropped back to its size, and mirrored half of the time.
+
+    Args:
+        pixels: The pictures.
+        rng: Where the parameters are drawn from, the same number of them whatever the batch.
+        padding: "edge", or "reflect".
+        blur: Whether to blur.
+    """
+    height, width = pixels.shape[-2:]
+    x = pixels.clamp(0, 1)
+    changes = {
+        F.adjust_brightness: uniform(0.6, 1.4, rng),
+        F.adjust_contrast: uniform(0.7, 1.3, rng),
+        F.adjust_saturation: uniform(0.5, 1.5, rng),
+        F.adjust_hue: uniform(-0.06, 0.06, rng),
+        F.adjust_gamma: uniform(0.7, 1.3, rng),
+    }
+    order = torch.randperm(len(changes), generator=rng).tolist()
+    angle, scale = uniform(-15, 15, rng), uniform(0.9, 1.1, rng)
+    right, down = uniform(-1 / 16, 1 / 16, rng), uniform(-1 / 16, 1 / 16, rng)  # of the padded size
+    sigma = uniform(0.001, 0.5, rng)
+    mirrored = uniform(0, 1, rng) < 0.5
+    if not len(x):
+        return x
+    for change, factor in [list(changes.items())[i] for i in order]:
+        if x.shape[1] == 3 or change not in (F.adjust_saturation, F.adjust_hue):  # which are of colours
+            x = change(x, factor)
+    x = F.pad(x, [width // 2, height // 2], padding_mode=padding)
+    move = [round(right * x.shape[-1]), round(down * x.shape[-2])]
+    x = F.affine(x, angle, move, scale, [0.0, 0.0], interpolation=InterpolationMode.BILINEAR)
+    if blur:
+        x = F.gaussian_blur(x, [5, 5], [sigma, sigma])
+    x = F.center_crop(x, [height, width])
+    return F.horizontal_flip(x) if mirrored else x
+
+
+def noisy_view(images: Tensor, noise: Tensor, engine: Engine) -> Tensor:
+    """CoTTA's whole augmentation, of images as the model takes them; `noise` is standard normal and of their shape."""
+    pixels = jitter_and_move(engine.to_pixels(images), engine.rng)
+    return engine.from_pixels((pixels + NOISE * noise.to(pixels)).clamp(0, 1))
+
+
+def resized_crop(pixels: Tensor, rng: torch.Generator, *, least: float) -> Tensor:
+    """A random part of the pictures, of at least that share of their area, at their size; the same part of each."""
+    height, width = pixels.shape[-2:]
+    h, w = height, width
+    for _ in range(10):  # a part that does not fit is drawn again
+        area = height * width * uniform(least, 1, rng)
+        ratio = math.exp(uniform(math.log(3 / 4), math.log(4 / 3), rng))
+        wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < wide <= width and 0 < high <= height:
+            h, w = high, wide
+            break
+    top, left = whole(0, height - h, rng), whole(0, width - w, rng)
+    return F.resized_crop(pixels, top, left, h, w, [height, width], antialias=True)
+
+
+def augmix(picture: Tensor, rng: torch.Generator) -> Tensor:
+    """AugMix (Hendrycks et al., ICLR 2020) at severity 1, of a random part of one picture, mirrored half of the time.
+
+    Three chains of one to three operations each, mixed with weights from Dirichlet(1, 1, 1), and that with the part itself
+    by a weight from Beta(1, 1).
+    """
+    x = resized_crop(picture[None], rng, least=0.08)
+    if uniform(0, 1, rng) < 0.5:
+        x = F.horizontal_flip(x)
+    x = (x.clamp(0, 1) * 255).round()
+    weights = -torch.rand(3, generator=rng, dtype=torch.float64).clamp_min(1e-12).log()
+    mixed = torch.zeros_like(x)
+    for weight in (weights / weights.sum()).tolist():
+        link = x.to(torch.uint8)
+        for _ in range(whole(1, 3, rng)):
+            link = OPERATIONS[whole(0, len(OPERATIONS) - 1, rng)](link, rng)
+        mixed = mixed + weight * link
+    share = uniform(0, 1, rng)
+    return (share * x + (1 - share) * mixed)[0] / 255
+
+
+def _level(most: float, rng: torch.Generator) -> float:
+    """How strong an operation of AugMix is at severity 1: up to a tenth of the most."""
+    return uniform(0.1, 1, rng) * most / 10
+
+
+def _signed(level: float, rng: torch.Generator) -> float:
+    return level if uniform(0, 1, rng) < 0.5 else -level
+
+
+def _warp(x: Tensor, *, move: tuple[int, int] = (0, 0), shear: tuple[float, float] = (0, 0)) -> Tensor:
+    """About the corner where the pixels' numbers begin; what enters is black."""
+    degrees = [math.degrees(math.atan(s)) for s in shear]
+    return F.affine(x, 0.0, list(move), 1.0, degrees, interpolation=InterpolationMode.BILINEAR, center=[0.0, 0.0])
+
+
+OPERATIONS: tuple[Callable[[Tensor, torch.Generator], Tensor], ...] = (
+    lambda x, rng: F.autocontrast(x),
+    lambda x, rng: F.equalize(x),
+    lambda x, rng: F.rotate(x, _signed(int(_level(30, rng)), rng), interpolation=InterpolationMode.BILINEAR),
+    lambda x, rng: F.solarize(x, 256 - int(_level(256, rng))),
+    lambda x, rng: _warp(x, shear=(_signed(_level(0.3, rng), rng), 0)),
+    lambda x, rng: _warp(x, shear=(0, _signed(_level(0.3, rng), rng))),
+    lambda x, rng: _warp(x, move=(int(_signed(int(_level(x.shape[-1] / 3, rng)), rng)), 0)),
+    lambda x, rng: _warp(x, move=(0, int(_signed(int(_level(x.shape[-2] / 3, rng)), rng)))),
+    lambda x, rng: F.posterize(x, 4 - int(_level(4, rng))),
+)
