@@ -100,6 +100,23 @@ def dct(rank, folder):
 
 
 @scene
+def eata(rank, folder):
+    source = acclimate.source_statistics(tiny_vit(), tiny_batches(2, seed=3), kinds=["fisher"], batch_size=6)
+    options = {"lr": 0.002, "margin": 1.5, "redundancy": 0.7, "fisher_weight": 5.0}
+    return go(wrap("eata", source=source, **options), tiny_batches(5))
+
+
+@scene
+def rdumb(rank, folder):
+    return go(wrap("rdumb", period=2, lr=0.01, margin=1.5, redundancy=0.7), tiny_batches(5))
+
+
+@scene
+def delta(rank, folder):
+    return go(wrap("delta", lr=0.01, entropy_weight=True), tiny_batches(5))
+
+
+@scene
 def after(rank, folder):
     return go(wrap("dct", predict="after"), tiny_batches(5))
 
@@ -393,7 +410,7 @@ def require_one_run(ranks, alone):
         }
 
 
-@pytest.mark.parametrize("name", ["tent", "sar", "dct", "after", "none_reliable", "recovery"])
+@pytest.mark.parametrize("name", ["tent", "sar", "dct", "eata", "rdumb", "delta", "after", "none_reliable", "recovery"])
 def test_two_ranks_adapt_as_one_process(pair, name):
     alone = SCENES[name](0, None)
     require_one_run(pair(name), alone)

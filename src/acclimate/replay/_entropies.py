@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..adapter import Adapter
 from ..methods._losses import COME_MASS, opinion_entropy
+from ..methods.delta import DELTA
 from ..methods.eta import ETA
 from ..source import source_statistics
 from . import Recording, Result, replays, run
@@ -64,6 +65,16 @@ def _come_eta(recording: Recording) -> Result:
 
 def _opinion(adapter: Adapter, logits: Tensor) -> dict[str, Any]:
     return {"entropy_1": opinion_entropy(logits, COME_MASS)}
+
+
+@replays("DELTA (DOT only, LayerNorm)")
+def _delta(recording: Recording) -> Result:
+    return run(recording, "delta", observe=_shares)
+
+
+def _shares(adapter: Adapter, logits: Tensor) -> dict[str, Any]:
+    assert isinstance(adapter.method, DELTA)
+    return {"qhat": adapter.method.shares.tolist()}
 
 
 def _average(adapter: Adapter, logits: Tensor) -> dict[str, Any]:
