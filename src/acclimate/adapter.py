@@ -133,6 +133,7 @@ class Adapter(nn.Module):
         self.register_buffer("batch_size", torch.tensor(0))  # of the first batch; 0 until there is one
         self.record: Record | None = None
         self._after = predict == "after" and bool(adapted)
+        self._learns = bool(adapted) or any(True for _ in method.buffers())
         self._options = {
             "classes": self.engine.classes,
             "predict": predict,
@@ -193,7 +194,7 @@ class Adapter(nn.Module):
         """Logits of a batch, (batch, classes); the model adapts to the batch unless it is frozen."""
         with self._alone():
             if id(self) in _FROZEN.get():
-                return self.engine.predict(self._checked(images))
+                return self.method.predict(self._checked(images), self.engine)
             with self.engine.together():
                 return self._adapt(self._checked(images))
 
@@ -235,7 +236,7 @@ class Adapter(nn.Module):
         """A step, and the logits of the whole batch of so many samples, of which the step's may be one rank's share."""
         engine = self.engine
         if self.guard is not None and bool(self.guard.stopped):
-            step = Step(engine.predict(images), event="frozen: the guard stopped adaptation")
+            step = Step(self.method.predict(images, engine), event="frozen: the guard stopped adaptation")
             return step, engine.gather(step.logits)
         first = not int(self.batch_size)
         # the pass after the update may fail too, and so may another rank
@@ -246,7 +247,7 @@ class Adapter(nn.Module):
                     self._start(samples)
                 step = self.method.step(images, engine)
                 if self._after:
-                    step.logits = engine.predict(images)
+                    step.logits = self.method.predict(images, engine)
                 engine.kept_share.fill_(step.used / samples)
                 return step, engine.gather(step.logits)
         except BaseException as error:
@@ -256,7 +257,7 @@ class Adapter(nn.Module):
                 self._apply_snapshot({**before, "loss_scale": engine.loss_scale})  # an overflow has to lower the scale
             if self.guard is None or not isinstance(error, NonFiniteError):
                 raise
-            step = Step(engine.predict(images), event=f"skipped: {error}")
+            step = Step(self.method.predict(images, engine), event=f"skipped: {error}")
             return step, engine.gather(step.logits)
         finally:
             for p in engine.parameters:
@@ -270,7 +271,7 @@ class Adapter(nn.Module):
     def _watch(self, images: Tensor, mine: Tensor, logits: Tensor, drift: float) -> str | None:
         """Let the guard look at a step, and act on it: `logits` are the whole batch's, `mine` those of `images`."""
         guard, engine = self.guard, self.engine
-        if guard is None or not engine.parameters or bool(guard.stopped):
+        if guard is None or not self._learns or bool(guard.stopped):
             return None
         guard.observe(logits)
         problem = None

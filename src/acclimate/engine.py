@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from .parallel import Ranks
 
 T = TypeVar("T")
-Objective = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""Logits (batch, classes) to a loss per sample and a mask of the samples to learn from, each sample on its own."""
+Objective = Callable[..., tuple[Tensor, Tensor]]
+"""What a pass put out, first of all logits (batch, classes), and what was given with the samples, to a loss per sample and
+a mask of the samples to learn from, each sample on its own."""
 
 MOST_WORKERS = 4  # each holds one micro-batch and one gradient
 TOKENS_AT_ONCE = 2 * 197 * 768  # times width: two images in ViT-B, large enough to be efficient, small enough to be cheap
@@ -159,31 +160,72 @@ class Engine:
     def forward(self, images: Tensor) -> Tensor:
         """One pass, differentiable if gradients are enabled: logits of the target's classes, at least in float32."""
         self._count(forward=len(images))
-        # no cache of casted weights: inside a caller's own autocast it would outlive the update of a weight
-        with torch.autocast(self.vit.device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False):
+        with self._autocast():
             logits = self._logits(images)
-        logits = logits if logits.dtype is torch.float64 else logits.float()
+        return self._target(logits)
+
+    def forward_features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and what entered the head, (batch, its width): logits and features."""
+        self._count(forward=len(images))
+        with self._autocast():
+            features, logits = self.vit.features(images)
+        return self._target(logits), _full(features)
+
+    def classify(self, features: Tensor) -> Tensor:
+        """Logits of the target's classes from what enters the head."""
+        with self._autocast():
+            return self._target(self.vit.head(features))
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        # no cache of casted weights: inside a caller's own autocast it would outlive the update of a weight
+        return torch.autocast(self.vit.device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False)
+
+    def _target(self, logits: Tensor) -> Tensor:
+        logits = _full(logits)
         return logits if self.classes is None else logits[:, self.classes]
 
     def predict(self, images: Tensor) -> Tensor:
         """Logits, and nothing else."""
 
         @torch.no_grad()
-        def work(parts: Sequence[Tensor]) -> Tensor:
-            return torch.cat([self.forward(part) for part in parts])
+        def work(parts: Sequence[tuple[Tensor, ...]]) -> Tensor:
+            return torch.cat([self.forward(part) for (part,) in parts])
 
         if not len(images):
             return self._unseen(images).logits
-        return torch.cat(self._spread(work, images, selective=False))
+        return torch.cat(self._spread(work, (images,), selective=False))
+
+    def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, and what entered the head, without gradients."""
+
+        @torch.no_grad()
+        def work(parts: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, Tensor]]:
+            return [self.forward_features(part) for (part,) in parts]
+
+        if not len(images):
+            logits = self._unseen(images).logits
+            return logits, logits.new_zeros(0, self.vit.head.in_features)
+        pairs = [pair for run in self._spread(work, (images,), selective=False) for pair in run]
+        return torch.cat([logits for logits, _ in pairs]), torch.cat([features for _, features in pairs])
 
     def gradient(
-        self, images: Tensor, objective: Objective, *, among: Tensor | None = None, selective: bool = False
+        self,
+        images: Tensor,
+        objective: Objective,
+        *,
+        given: Sequence[Tensor] = (),
+        forward: Callable[..., tuple[Tensor, ...]] | None = None,
+        among: Tensor | None = None,
+        selective: bool = False,
     ) -> Sweep:
         """Leave in `.grad` the gradient of the mean objective over the samples that it keeps (None if it keeps none).
 
         Args:
             images: The batch.
             objective: Loss of each sample, and which samples to keep.
+            given: What else belongs to the samples, one row each: the objective gets it after the pass's outputs.
+            forward: Another pass than the plain one, from images and what is given to one or more outputs, logits first
+                (`forward_features`, say). It has to treat each sample on its own.
             among: Mask of the samples that may be kept. The others are not passed at all, unless the samples interact.
             selective: Say that many may be rejected. It changes the cost, not the result.
 
@@ -193,27 +235,31 @@ class Engine:
         If ranks share the batch, the mean is over the samples that any of them keeps, and all ranks have to call this.
         """
 
+        batch = (images, *given)
         if among is not None and self.whole:
             objective = _restricted(objective, among)
         elif among is not None:
-            images = images[among]
+            batch = tuple(tensor[among] for tensor in batch)
+
+        def passed(part: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+            outputs = (self.forward(part[0]),) if forward is None else forward(*part)
+            return outputs[0], *objective(*outputs, *part[1:])
 
         @torch.enable_grad()
-        def work(parts: Sequence[Tensor]) -> tuple[list[Sweep], list[Tensor] | None]:
+        def work(parts: Sequence[tuple[Tensor, ...]]) -> tuple[list[Sweep], list[Tensor] | None]:
             sweeps: list[Sweep] = []
             total: list[Tensor] | None = None
             for part in parts:
-                sweep, loss = self._pass(part, objective)
+                sweep, loss = self._pass(part, passed)
                 sweeps.append(sweep)
                 if loss is not None:
                     total = self._accumulate(total, loss)
             return sweeps, total
 
-        results = self._spread(work, images, selective) if len(images) else []
+        results = self._spread(work, batch, selective) if len(batch[0]) else []
         seen = [sweep for sweeps, _ in results for sweep in sweeps] or [self._unseen(images)]
         sweep = Sweep(*(torch.cat([getattr(s, name) for s in seen]) for name in ("logits", "losses", "kept")))
-        if not sweep.logits.isfinite().all():
-            raise NonFiniteError("the logits of this batch are not finite; no update was applied.")
+        require_finite(sweep.logits)
         if self.ranks is not None:
             sweep.overall = self.ranks.mean(sweep.losses[sweep.kept])
         totals = [total for _, total in results if total is not None]
@@ -225,19 +271,20 @@ class Engine:
         losses = torch.zeros(0, dtype=torch.promote_types(images.dtype, torch.float32), device=images.device)
         return Sweep(losses.new_zeros(0, self.num_classes), losses, losses > 0)
 
-    def _pass(self, images: Tensor, objective: Objective) -> tuple[Sweep, Tensor | None]:
-        """Forward one micro-batch; the second result is the summed loss of what it keeps, with its graph."""
-        logits = self.forward(images)
-        losses, kept = objective(logits)
+    def _pass(
+        self, part: tuple[Tensor, ...], passed: Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor]]
+    ) -> tuple[Sweep, Tensor | None]:
+        """Pass one micro-batch; the second result is the summed loss of what it keeps, with its graph."""
+        logits, losses, kept = passed(part)
         sweep = Sweep(logits.detach(), losses.detach(), kept)
         if not sweep.used:
             return sweep, None
-        if 2 * sweep.used < len(images) and not self.whole:
+        if 2 * sweep.used < len(kept) and not self.whole:
             # a backward pass through everybody would cost more than a fresh pass of the few
             logits = losses = torch.empty(0)  # frees the large graph first
             self._count(backward=sweep.used)
-            return sweep, objective(self.forward(images[kept]))[0].sum()
-        self._count(backward=len(images))
+            return sweep, passed(tuple(tensor[kept] for tensor in part))[1].sum()
+        self._count(backward=len(kept))
         return sweep, losses[kept].sum()
 
     def _count(self, *, forward: int = 0, backward: int = 0) -> None:
@@ -273,11 +320,14 @@ class Engine:
         for p, gradient in zip(self.parameters, total):
             p.grad = gradient
 
-    def _spread(self, work: Callable[[Sequence[Tensor]], T], images: Tensor, selective: bool) -> list[T]:
+    def _spread(
+        self, work: Callable[[Sequence[tuple[Tensor, ...]]], T], batch: tuple[Tensor, ...], selective: bool
+    ) -> list[T]:
         """Cut a batch into micro-batches and give each worker a contiguous run of them, so that sums have one order."""
         threads = torch.get_num_threads()
-        workers = min(threads, MOST_WORKERS) if images.device.type == "cpu" and not self._compile else 1
-        parts = images.split(self._part_size(images, workers, selective))
+        workers = min(threads, MOST_WORKERS) if batch[0].device.type == "cpu" and not self._compile else 1
+        size = self._part_size(batch[0], workers, selective)
+        parts = list(zip(*(tensor.split(size) for tensor in batch)))
         workers = min(workers, len(parts))
         if workers == 1:
             return [work(parts)]
@@ -305,6 +355,15 @@ class Engine:
         what this returns; all ranks have to call it. Without a group it returns the tensor itself.
         """
         return tensor if self.ranks is None else self.ranks.gather(tensor)
+
+    def share(self, images: Tensor) -> tuple[int, Tensor]:
+        """How many samples a batch has on all ranks together, and which of them, as gathered, are these images.
+
+        What is drawn at random for each sample is drawn for all of the batch, so that the ranks stay alike.
+        """
+        rank = 0 if self.ranks is None else self.ranks.rank
+        of = self.gather(torch.full((len(images),), rank, device=images.device))
+        return len(of), (of == rank).nonzero().flatten()
 
     def together(self) -> AbstractContextManager[None]:
         """What fails inside on one rank fails on all of them, once they next exchange something."""
@@ -366,11 +425,22 @@ class Engine:
         return float(torch.stack(moved).norm()) / max(self._source_norm, 1.0) if moved else 0.0
 
 
+def require_finite(*outputs: Tensor) -> None:
+    """Refuse to learn from a batch whose logits (or features) are not finite."""
+    if not all(output.isfinite().all() for output in outputs):
+        raise NonFiniteError("the logits of this batch are not finite; no update was applied.")
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """At least in float32."""
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
+
+
 def _restricted(objective: Objective, among: Tensor) -> Objective:
     """The same losses, but nothing is kept outside of the mask over a whole batch."""
 
-    def restricted(logits: Tensor) -> tuple[Tensor, Tensor]:
-        losses, kept = objective(logits)
+    def restricted(*outputs: Tensor) -> tuple[Tensor, Tensor]:
+        losses, kept = objective(*outputs)
         return losses, kept & among
 
     return restricted

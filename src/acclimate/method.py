@@ -27,7 +27,7 @@ from .vit import ViT
 class Step:
     """What a method's step returns: its prediction, and what it did to make or to follow it."""
 
-    logits: Tensor
+    logits: Tensor  # or what stands for them: its softmax is taken as the prediction
     used: int = 0  # samples that it learned from
     loss: float | None = None
     recovery: float | None = None  # moving average that triggers a recovery, for methods that have one
@@ -65,6 +65,10 @@ class Method(nn.Module):
     def step(self, images: Tensor, engine: Engine) -> Step:
         """Predict one batch and learn from it. Change buffers after the gradients are known to be finite."""
         raise NotImplementedError
+
+    def predict(self, images: Tensor, engine: Engine) -> Tensor:
+        """Predict with what was learned so far and change nothing, as a frozen adapter does; exchange nothing with ranks."""
+        return engine.predict(images)
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.config.items())

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..adapter import Adapter
 from ..engine import entropy
-from ..method import Method
+from ..method import Method, find
 from ..wrap import adapt
 
 # recorded name of a hyper-parameter -> option of the method or of the adapter
@@ -33,9 +33,15 @@ OPTIONS = {
     "batch_size": "batch_size",
     "class_indices": "classes",
     "dct_lr": "lr_generator",
+    "affinity": "affinity",
+    "bound_lambda": "weight",
     "ema_momentum": "decay",
+    "filter_k": "supports_per_class",
+    "force_symmetry": "symmetric",
+    "knn": "neighbours",
     "lr": "lr",
     "margin_e0": "margin",
+    "max_steps": "max_iterations",
     "momentum": "momentum",
     "reset_constant": "recovery",
     "rho": "rho",
@@ -128,7 +134,10 @@ def replays(*methods: str) -> Callable[[Replay], Replay]:
 
 
 def run(
-    recording: Recording, method: str | type[Method], final: Callable[[Adapter], dict[str, Tensor]] | None = None
+    recording: Recording,
+    method: str | type[Method],
+    final: Callable[[Adapter], dict[str, Tensor]] | None = None,
+    returned: Callable[[Tensor], Tensor] = lambda logits: logits,
 ) -> Result:
     """Feed the recorded batches to an adapter and compare logits, per-step traces and final tensors.
 
@@ -136,15 +145,19 @@ def run(
         recording: What to repeat.
         method: Which of ours, by name or as a class that has the recorded random parts.
         final: What to compare at the end; by default the model's adapted parameters and their momentum.
+        returned: From our logits to what the reference returns instead of them.
     """
     result = Result(recording.case)
-    adapter = adapt(recording.model(), method, reference=True, **recording.options())
+    options = recording.options()
+    if "batch_size" not in find(method).options():
+        options.pop("batch_size", None)  # implied by the batches
+    adapter = adapt(recording.model(), method, reference=True, **options)
     trace: dict[str, list[Any]] = {
         name: [] for name in ("entropy_1", "n_selected_1", "n_selected_2", "loss", "ema", "reset")
     }
     for t, images, expected in recording.batches():
         logits = adapter(images)
-        error = result.compare(f"logits of step {t}", logits, expected, recording.tolerance_logits)
+        error = result.compare(f"logits of step {t}", returned(logits), expected, recording.tolerance_logits)
         result.logits = max(result.logits, error)
         h, record = entropy(logits), adapter.record
         assert record is not None
