@@ -22,6 +22,7 @@ from .engine import Engine, entropy
 from .errors import ConfigError, ModelError, NonFiniteError, StateError
 from .guard import Guard
 from .method import Method, Step, is_registered
+from .pixels import normalisation, unknown_normalisation
 from .vit import ViT, fingerprint, view
 
 if TYPE_CHECKING:
@@ -90,6 +91,8 @@ class Adapter(nn.Module):
         precision: str = "float32",
         compile: bool | str = False,
         seed: int = 0,
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
@@ -100,6 +103,9 @@ class Adapter(nn.Module):
         if isinstance(model, Adapter) or model in WRAPPED:
             raise ModelError("This model is wrapped already; call unwrap() on its adapter first.")
         vit = view(model)
+        pixels = normalisation(vit, mean, std)
+        if method.augments and pixels is None:
+            raise unknown_normalisation(type(model).__name__)
         source_state = model.state_dict(keep_vars=True)  # under the names it has before any surgery
         names = {id(p): f"model/{name}" for name, p in source_state.items()}
         rng = torch.Generator().manual_seed(seed)
@@ -117,6 +123,7 @@ class Adapter(nn.Module):
                 micro_batch=micro_batch,
                 precision=precision,
                 compile=compile,
+                normalisation=pixels,
                 rng=rng,
                 ranks=ranks,
             )
@@ -132,7 +139,7 @@ class Adapter(nn.Module):
         self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("batch_size", torch.tensor(0))  # of the first batch; 0 until there is one
         self.record: Record | None = None
-        self._after = predict == "after" and bool(adapted)
+        self._after = predict == "after" and bool(adapted) and not method.predicts_after
         self._learns = bool(adapted) or any(True for _ in method.buffers())
         self._options = {
             "classes": self.engine.classes,
@@ -142,6 +149,8 @@ class Adapter(nn.Module):
             "precision": precision,
             "compile": compile,
             "seed": seed,
+            "mean": mean if mean is None or isinstance(mean, (int, float)) else [float(v) for v in mean],
+            "std": std if std is None or isinstance(std, (int, float)) else [float(v) for v in std],
         }
         self._lock = threading.RLock()
         self._source_state = source_state

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import ConfigError, NonFiniteError
+from .pixels import Normalisation, unknown_normalisation
 from .vit import ViT, samples_interact
 
 if TYPE_CHECKING:
@@ -34,7 +35,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Objective = Callable[..., tuple[Tensor, Tensor]]
 """What a pass put out, first of all logits (batch, classes), and what was given with the samples, to a loss per sample and
-a mask of the samples to learn from, each sample on its own."""
+a mask of the samples to learn from, each sample on its own.
+
+If a sample is several pictures (batch, views, channels, height, width), its logits are (batch, views, classes).
+"""
 
 MOST_WORKERS = 4  # each holds one micro-batch and one gradient
 TOKENS_AT_ONCE = 2 * 197 * 768  # times width: two images in ViT-B, large enough to be efficient, small enough to be cheap
@@ -94,6 +98,7 @@ class Engine:
             passed whole whatever is said here.
         precision: "float32", or autocast to "bfloat16" or "float16" (the latter with loss scaling).
         compile: `torch.compile` the forward pass; a string names the backend.
+        normalisation: How pixels become what the model takes; None if that is not known.
         rng: Source of all randomness of a method. Where ranks share a batch, draw the same on all of them.
         ranks: The processes that share every batch; None if this one is alone.
     """
@@ -107,6 +112,7 @@ class Engine:
         micro_batch: int | None = None,
         precision: str = "float32",
         compile: bool | str = False,
+        normalisation: Normalisation | None = None,
         rng: torch.Generator,
         ranks: Ranks | None = None,
     ) -> None:
@@ -126,6 +132,7 @@ class Engine:
         self.loss_scale = torch.tensor(2.0**14 if precision == "float16" else 1.0)
         self.kept_share = torch.tensor(0.0)  # of the last batch's samples; the adapter notes it after each step
         self.passes = Passes()  # since the model was wrapped
+        self.normalisation = normalisation
         self._micro_batch = micro_batch
         self._dtype = PRECISIONS[precision]
         self.whole = samples_interact(vit.model)  # batches are not cut
@@ -159,6 +166,8 @@ class Engine:
 
     def forward(self, images: Tensor) -> Tensor:
         """One pass, differentiable if gradients are enabled: logits of the target's classes, at least in float32."""
+        if images.ndim == 5:
+            return self.forward(images.flatten(0, 1)).unflatten(0, images.shape[:2])
         self._count(forward=len(images))
         with self._autocast():
             logits = self._logits(images)
@@ -257,7 +266,7 @@ class Engine:
             return sweeps, total
 
         results = self._spread(work, batch, selective) if len(batch[0]) else []
-        seen = [sweep for sweeps, _ in results for sweep in sweeps] or [self._unseen(images)]
+        seen = [sweep for sweeps, _ in results for sweep in sweeps] or [self._unseen(batch[0])]
         sweep = Sweep(*(torch.cat([getattr(s, name) for s in seen]) for name in ("logits", "losses", "kept")))
         require_finite(sweep.logits)
         if self.ranks is not None:
@@ -269,7 +278,7 @@ class Engine:
     def _unseen(self, images: Tensor) -> Sweep:
         """Of no sample: an empty share of a batch, or one of which nothing is left."""
         losses = torch.zeros(0, dtype=torch.promote_types(images.dtype, torch.float32), device=images.device)
-        return Sweep(losses.new_zeros(0, self.num_classes), losses, losses > 0)
+        return Sweep(losses.new_zeros(*images.shape[:-3], self.num_classes), losses, losses > 0)
 
     def _pass(
         self, part: tuple[Tensor, ...], passed: Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor]]
@@ -323,11 +332,15 @@ class Engine:
     def _spread(
         self, work: Callable[[Sequence[tuple[Tensor, ...]]], T], batch: tuple[Tensor, ...], selective: bool
     ) -> list[T]:
-        """Cut a batch into micro-batches and give each worker a contiguous run of them, so that sums have one order."""
+        """Cut a batch into micro-batches and give each worker a contiguous run of them, so that sums have one order.
+
+        The batch is its images, and whatever else has one row per sample.
+        """
+        images = batch[0]
         threads = torch.get_num_threads()
-        workers = min(threads, MOST_WORKERS) if batch[0].device.type == "cpu" and not self._compile else 1
-        size = self._part_size(batch[0], workers, selective)
-        parts = list(zip(*(tensor.split(size) for tensor in batch)))
+        workers = min(threads, MOST_WORKERS) if images.device.type == "cpu" and not self._compile else 1
+        size = self._part_size(images, workers, selective)
+        parts = list(zip(*(rows.split(size) for rows in batch)))
         workers = min(workers, len(parts))
         if workers == 1:
             return [work(parts)]
@@ -339,9 +352,10 @@ class Engine:
             return len(images)
         if self._micro_batch is not None:
             return self._micro_batch
+        views = images.shape[1] if images.ndim == 5 else 1
         if images.device.type != "cpu":
-            return 32
-        size = max(2, round(TOKENS_AT_ONCE / (self.vit.tokens * self.vit.width)))
+            return max(1, 32 // views)
+        size = max(2, round(TOKENS_AT_ONCE / (self.vit.tokens * self.vit.width)) // views)
         if selective and float(self.kept_share) < 0.75:
             size //= 2
         return min(size, math.ceil(len(images) / workers))
@@ -356,18 +370,35 @@ class Engine:
         """
         return tensor if self.ranks is None else self.ranks.gather(tensor)
 
-    def share(self, images: Tensor) -> tuple[int, Tensor]:
-        """How many samples a batch has on all ranks together, and which of them, as gathered, are these images.
+    def places(self, images: Tensor) -> tuple[Tensor, int]:
+        """Where this rank's samples stand in the whole batch, and how many samples that has.
 
-        What is drawn at random for each sample is drawn for all of the batch, so that the ranks stay alike.
+        What is drawn for each sample has to be drawn for the whole batch, of which a rank then takes its places: so all
+        ranks draw the same, and what one process would. All ranks have to call this.
         """
-        rank = 0 if self.ranks is None else self.ranks.rank
-        of = self.gather(torch.full((len(images),), rank, device=images.device))
-        return len(of), (of == rank).nonzero().flatten()
+        if self.ranks is None:
+            return torch.arange(len(images)), len(images)
+        whose = self.gather(torch.full((len(images), 1), self.ranks.rank))[:, 0]
+        return (whose == self.ranks.rank).nonzero()[:, 0], len(whose)
 
     def together(self) -> AbstractContextManager[None]:
         """What fails inside on one rank fails on all of them, once they next exchange something."""
         return nullcontext() if self.ranks is None else self.ranks.together()
+
+    # ---- pixels -----------------------------------------------------------------------------------------------
+
+    def to_pixels(self, images: Tensor) -> Tensor:
+        """Images as the model takes them to pixels, which are from 0 to 1 in an ordinary picture."""
+        return self._normalised().undo(images)
+
+    def from_pixels(self, pixels: Tensor) -> Tensor:
+        """The inverse."""
+        return self._normalised().apply(pixels)
+
+    def _normalised(self) -> Normalisation:
+        if self.normalisation is None:
+            raise unknown_normalisation(type(self.vit.model).__name__)
+        return self.normalisation
 
     # ---- updates ----------------------------------------------------------------------------------------------
 
@@ -388,6 +419,19 @@ class Engine:
                 gradients = [p.grad for p in self.parameters if p.grad is not None]
                 torch._foreach_add_(self.parameters, gradients, alpha=rho / (self._gradient_norm + 1e-12))
             yield
+
+    @contextmanager
+    def standing_at(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, for passes alone, the parameters are these: they change places with them, and nothing is copied."""
+        self._exchange(values)
+        try:
+            yield
+        finally:
+            self._exchange(values)
+
+    def _exchange(self, values: Sequence[Tensor]) -> None:
+        for p, value in zip(self.parameters, values):
+            p.data, value.data = value.data, p.data
 
     @contextmanager
     def at_source(self) -> Iterator[None]:

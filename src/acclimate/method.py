@@ -40,6 +40,10 @@ class Method(nn.Module):
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     adapts: ClassVar[str] = "nothing"
+    augments: ClassVar[bool] = False
+    """Whether it uses `engine.to_pixels`: a model whose normalisation is not known is then refused when it is wrapped."""
+    predicts_after: ClassVar[bool] = False
+    """Whether the logits of a step come from after its update anyway."""
     exceptions: ClassVar[Mapping[str, str]] = {}
     """Checks of the conformance suite that this method cannot meet, each with the reason."""
 
@@ -67,7 +71,7 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
-        """Predict with what was learned so far and change nothing, as a frozen adapter does; exchange nothing with ranks."""
+        """Logits without learning: for frozen calls, and for those of after an update. Exchange nothing with other ranks."""
         return engine.predict(images)
 
     def extra_repr(self) -> str:

@@ -35,6 +35,8 @@ def adapt(
     precision: str = "float32",
     compile: bool | str = False,
     seed: int = 0,
+    mean: float | Sequence[float] | None = None,
+    std: float | Sequence[float] | None = None,
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Adapter:
@@ -52,6 +54,9 @@ def adapt(
         precision: "float32", or autocast to "bfloat16" or "float16".
         compile: `torch.compile` the forward pass; a string names the backend.
         seed: Of everything random in the method.
+        mean: How the images are normalised, for methods that augment pixels: one number, or one per channel. A timm model
+            with a `pretrained_cfg` says it itself; any other model needs it there. So `std`.
+        std: See `mean`.
         group: A `torch.distributed` process group whose ranks adapt to one stream together. Every rank wraps an equal model
             and passes its share of each batch, which may be empty, and gets the logits of that share; the update is that of
             the whole batch, and the same on all ranks. Only what is given here is shared, never what torchrun has started:
@@ -83,6 +88,8 @@ def adapt(
             precision=precision,
             compile=compile,
             seed=seed,
+            mean=mean,
+            std=std,
             ranks=ranks,
         )
 

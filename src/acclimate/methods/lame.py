@@ -65,7 +65,7 @@ class LAME(Method):
     def step(self, images: Tensor, engine: Engine) -> Step:
         logits, features = engine.features(images)
         require_finite(logits, features)
-        _, mine = engine.share(images)
+        mine, _ = engine.places(images)
         return Step(self.correct(engine.gather(logits), engine.gather(features))[mine])
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:

@@ -30,6 +30,7 @@ from ..wrap import adapt
 
 # recorded name of a hyper-parameter -> option of the method or of the adapter
 OPTIONS = {
+    "anchor_threshold": "threshold",
     "batch_size": "batch_size",
     "class_indices": "classes",
     "dct_lr": "lr_generator",
@@ -43,12 +44,16 @@ OPTIONS = {
     "margin_e0": "margin",
     "max_steps": "max_iterations",
     "momentum": "momentum",
+    "n_augmentations": "views",
+    "nesterov": "nesterov",
     "reset_constant": "recovery",
+    "restore_prob": "restore",
     "rho": "rho",
+    "teacher_momentum": "teacher_momentum",
 }
 # hyper-parameters that our implementations have no choice about, and the only value that fits them
 FIXED = {"steps": 1, "episodic": False}
-DESCRIPTIONS = {"optimizer", "n_generator_blocks"}  # prose; implied by the tensors
+DESCRIPTIONS = {"optimizer", "n_generator_blocks", "params"}  # prose; implied by the tensors
 TRACE_TOLERANCE = 1e-5
 
 
@@ -64,7 +69,7 @@ class Recording:
         self.hyper: dict[str, Any] = json.loads(metadata.get("hyper", "{}"))
         self.model_kwargs: dict[str, Any] = json.loads(metadata.get("model_kwargs", "{}"))
         self.tolerance_logits = float(metadata.get("tolerance_logits", "nan"))  # nothing is within NaN
-        self.tolerance_final = float(metadata.get("tolerance_final", "nan"))
+        self.tolerance_final = float(metadata.get("tolerance_final", "nan").split()[0])  # words may follow
 
     def group(self, prefix: str) -> dict[str, Tensor]:
         return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
@@ -150,7 +155,7 @@ def run(
     result = Result(recording.case)
     options = recording.options()
     if "batch_size" not in find(method).options():
-        options.pop("batch_size", None)  # implied by the batches
+        options.pop("batch_size", None)  # where no default depends on it, the batches themselves say it
     adapter = adapt(recording.model(), method, reference=True, **options)
     trace: dict[str, list[Any]] = {
         name: [] for name in ("entropy_1", "n_selected_1", "n_selected_2", "loss", "ema", "reset")

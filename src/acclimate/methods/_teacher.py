@@ -1,0 +1,51 @@
+"""A teacher: the adapted parameters, averaged over the steps of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..engine import Engine
+from ..vit import ViT, require
+
+
+class Teacher(nn.Module):
+    """An exponential moving average of parameters, one buffer for each: all that a second model would add.
+
+    Args:
+        parameters: What is averaged; the average starts there.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        for i, p in enumerate(parameters):
+            self.register_buffer(str(i), p.detach().clone())
+
+    @property
+    def weights(self) -> list[Tensor]:
+        return list(self.buffers())
+
+    def predict(self, images: Tensor, engine: Engine) -> Tensor:
+        """The teacher's logits."""
+        with engine.standing_at(self.weights):
+            return engine.predict(images)
+
+    @torch.no_grad()
+    def follow(self, parameters: Sequence[Tensor], momentum: float) -> None:
+        """momentum * teacher + (1 - momentum) * student."""
+        torch._foreach_mul_(self.weights, momentum)
+        torch._foreach_add_(self.weights, list(parameters), alpha=1 - momentum)
+
+
+def weights_and_biases(vit: ViT) -> list[nn.Parameter]:
+    """The parameters of all layers; class token, position embedding and layer scales, which are of no layer, are not."""
+    found = {
+        p: None
+        for module in vit.model.modules()
+        for name, p in module.named_parameters(recurse=False)
+        if name.endswith(("weight", "bias"))  # torchvision's attention has an in_proj_weight
+    }
+    require(vit.model, bool(found), "it has no layer with weights or biases")
+    return list(found)

@@ -1,0 +1,148 @@
+"""CoTTA: Continual Test-Time Domain Adaptation (Wang et al., CVPR 2022)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..engine import Engine
+from ..errors import require_between, require_whole
+from ..method import Method, Step, register
+from ..vit import ViT
+from ._augment import jitter_and_move
+from ._teacher import Teacher, weights_and_biases
+
+NOISE = 0.005  # standard deviation, in pixels from 0 to 1
+
+
+@register("cotta")
+class CoTTA(Method):
+    """A student learns from an averaged teacher, and a few of its weights return to the source after every step.
+
+    The teacher is an average of the student's weights over time, and its logits are what is returned, from before the
+    update. Where the source model is unsure of a batch, the teacher's logits are averaged over augmented views. Student and
+    teacher are pulled together by a symmetric cross entropy, as in the authors' code for ImageNet.
+
+    Needs the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`), and memory for the teacher's weights.
+
+    Args:
+        lr: Learning rate. The authors' code has no ViT; 0.005 without Nesterov is what later papers use for ViT-B, while
+            the authors' 0.01 with Nesterov (ResNet-50) makes a ViT collapse.
+        momentum: Momentum of SGD.
+        nesterov: Nesterov's momentum.
+        teacher_momentum: Share of the teacher that stays at each step.
+        threshold: Mean confidence of the source model below which the views are averaged.
+        views: How many views.
+        restore: Probability with which an element of the student returns to its source value, in each step.
+        reference: Accepted by every method. The released code assumes that the model itself normalises; here the views are
+            made on pixels in either case. In torchvision's models its selection by name would leave out the projections of
+            the attention; here they are adapted.
+    """
+
+    paper = "Wang et al., CVPR 2022"
+    adapts = "weights and biases of all layers, and their average"
+    augments = True
+
+    def __init__(
+        self,
+        *,
+        lr: float = 0.005,
+        momentum: float = 0.9,
+        nesterov: bool = False,
+        teacher_momentum: float = 0.999,
+        threshold: float = 0.1,
+        views: int = 32,
+        restore: float = 0.001,
+        reference: bool = False,
+    ) -> None:
+        super().__init__()
+        require_between(0, math.inf, lr=lr)
+        require_between(0, 1, momentum=momentum, teacher_momentum=teacher_momentum, threshold=threshold, restore=restore)
+        require_whole(1, views=views)
+        self.lr = lr
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.teacher_momentum = teacher_momentum
+        self.threshold = threshold
+        self.views = views
+        self.restore = restore
+        self.reference = reference
+
+    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+        self._adapted = weights_and_biases(vit)
+        self.teacher = Teacher(self._adapted)
+        return self._adapted
+
+    def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self._adapted, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
+
+    def predict(self, images: Tensor, engine: Engine) -> Tensor:
+        return self.teacher.predict(images, engine)
+
+    def step(self, images: Tensor, engine: Engine) -> Step:
+        if self.source_is_unsure(images, engine):
+            target = self.mean_over_views(images, engine)
+        else:
+            target = self.teacher.predict(images, engine)
+        sweep = engine.gradient(images, symmetric_cross_entropy, given=[target])
+        engine.update()
+        self.teacher.follow(engine.parameters, self.teacher_momentum)
+        self.restore_some(engine)
+        return Step(target, used=sweep.used, loss=sweep.loss)
+
+    def source_is_unsure(self, images: Tensor, engine: Engine) -> bool:
+        if self.threshold <= 1 / engine.num_classes:
+            return False  # no confidence is lower than that
+        with engine.standing_at(engine.source):
+            confidence = engine.predict(images).softmax(-1).amax(-1)
+        return float(engine.gather(confidence).mean()) < self.threshold
+
+    def mean_over_views(self, images: Tensor, engine: Engine) -> Tensor:
+        places, total = engine.places(images)
+        mean = torch.zeros((), device=images.device)
+        for _ in range(self.views):
+            mean = mean + self.teacher.predict(self.view(images, engine, places, total), engine) / self.views
+        return mean
+
+    def view(self, images: Tensor, engine: Engine, places: Tensor, total: int) -> Tensor:
+        """One augmented view of each image."""
+        pixels = jitter_and_move(engine.to_pixels(images), engine.rng)
+        noise = torch.randn(total, *images.shape[1:], generator=engine.rng)[places]
+        return engine.from_pixels((pixels + NOISE * noise.to(pixels)).clamp(0, 1))
+
+    @torch.no_grad()
+    def restore_some(self, engine: Engine) -> None:
+        for i, (p, source) in enumerate(zip(engine.parameters, engine.source)):
+            chosen = self.restored(i, p, engine).to(p.device)
+            p.put_(chosen, source.take(chosen))
+
+    def restored(self, i: int, p: Tensor, engine: Engine) -> Tensor:
+        """Positions in the i-th parameter, laid flat, that return to the source."""
+        return bernoulli_positions(p.numel(), self.restore, engine.rng)
+
+
+def symmetric_cross_entropy(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Of student and teacher, half in each direction."""
+    log_p, log_q = logits.log_softmax(-1), target.log_softmax(-1)
+    loss = -0.5 * (log_q.exp() * log_p + log_p.exp() * log_q).sum(-1)
+    return loss, torch.ones_like(loss, dtype=torch.bool)
+
+
+def bernoulli_positions(count: int, share: float, rng: torch.Generator) -> Tensor:
+    """Which of so many elements are chosen, if each is with the same probability on its own.
+
+    The gaps between chosen elements are geometric, so it suffices to draw one number per chosen element, not per element.
+    """
+    found: list[Tensor] = []
+    last = -1
+    while share > 0 and last < count:
+        expected = share * (count - last)
+        draws = 1 - torch.rand(math.ceil(expected + 4 * math.sqrt(expected)) + 8, generator=rng, dtype=torch.float64)
+        gaps = 1 + (draws.log() / math.log1p(-share)).floor() if share < 1 else torch.ones_like(draws)
+        found.append(last + gaps.cumsum(0))
+        last = int(found[-1][-1])
+    positions = torch.cat(found) if found else torch.zeros(0, dtype=torch.float64)
+    return positions[positions < count].long()
