@@ -30,12 +30,12 @@ from ..wrap import adapt
 
 # recorded name of a hyper-parameter -> option of the method or of the adapter
 OPTIONS = {
+    "affinity": "affinity",
     "anchor_threshold": "threshold",
     "batch_size": "batch_size",
+    "bound_lambda": "weight",
     "class_indices": "classes",
     "dct_lr": "lr_generator",
-    "affinity": "affinity",
-    "bound_lambda": "weight",
     "ema_momentum": "decay",
     "filter_k": "supports_per_class",
     "force_symmetry": "symmetric",
@@ -46,10 +46,15 @@ OPTIONS = {
     "momentum": "momentum",
     "n_augmentations": "views",
     "nesterov": "nesterov",
+    "patch_len": "grid",
+    "plpd_threshold": "threshold",
     "reset_constant": "recovery",
     "restore_prob": "restore",
+    "reweight_ent": "entropy_weight",
+    "reweight_plpd": "plpd_weight",
     "rho": "rho",
     "teacher_momentum": "teacher_momentum",
+    "weight_margin": "weight_margin",
 }
 # hyper-parameters that our implementations have no choice about, and the only value that fits them
 FIXED = {"steps": 1, "episodic": False}
