@@ -99,7 +99,7 @@ def dct(rank, folder):
     return go(wrap("dct"), tiny_batches(5))
 
 
-BESIDE = ("t3a", "lame", "deyo")  # methods that compare, remember or shuffle samples
+BESIDE = ("t3a", "lame", "deyo", "zerosiam")  # methods that compare, remember or shuffle samples
 SCENES |= {name: lambda rank, folder, name=name: go(wrap(name), tiny_batches(5)) for name in BESIDE}
 
 

@@ -31,6 +31,7 @@ from ..wrap import adapt
 # recorded name of a hyper-parameter -> option of the method or of the adapter
 OPTIONS = {
     "affinity": "affinity",
+    "alignment_weight": "alignment",
     "anchor_threshold": "threshold",
     "batch_size": "batch_size",
     "bound_lambda": "weight",
@@ -48,6 +49,7 @@ OPTIONS = {
     "nesterov": "nesterov",
     "patch_len": "grid",
     "plpd_threshold": "threshold",
+    "predictor_lr": "lr_predictor",
     "reset_constant": "recovery",
     "restore_prob": "restore",
     "reweight_ent": "entropy_weight",
