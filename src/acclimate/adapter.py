@@ -249,7 +249,8 @@ class Adapter(nn.Module):
             return step, engine.gather(step.logits)
         first = not int(self.batch_size)
         # the pass after the update may fail too, and so may another rank
-        before = self._capture() if self._after or engine.ranks is not None else None
+        keep = self._after or engine.ranks is not None or not self.method.updates_once
+        before = self._capture() if keep else None
         try:
             with engine.together():
                 if first:

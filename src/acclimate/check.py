@@ -106,7 +106,13 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def wrap(self, model: nn.Module | None = None, **more: Any) -> Adapter:
-        options = {"mean": 0.5, "std": 0.5, **self.options, **more}  # a method that augments has to know
+        options = {
+            "mean": 0.5,
+            "std": 0.5,
+            **self.method.quick,
+            **self.options,
+            **more,
+        }  # a method that augments has to know
         return adapt(tiny_vit(self.family) if model is None else model, self.method, **options)
 
     def run(self, adapter: Adapter | None = None) -> Adapter:

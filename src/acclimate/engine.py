@@ -381,6 +381,10 @@ class Engine:
         whose = self.gather(torch.full((len(images), 1), self.ranks.rank))[:, 0]
         return (whose == self.ranks.rank).nonzero()[:, 0], len(whose)
 
+    def divide(self, rows: Tensor) -> Tensor:
+        """This rank's part of rows that all ranks hold, and whose work they share: `gather` puts the parts together."""
+        return rows if self.ranks is None else rows.tensor_split(self.ranks.count)[self.ranks.rank]
+
     def together(self) -> AbstractContextManager[None]:
         """What fails inside on one rank fails on all of them, once they next exchange something."""
         return nullcontext() if self.ranks is None else self.ranks.together()

@@ -44,6 +44,10 @@ class Method(nn.Module):
     """Whether it uses `engine.to_pixels`: a model whose normalisation is not known is then refused when it is wrapped."""
     predicts_after: ClassVar[bool] = False
     """Whether the logits of a step come from after its update anyway."""
+    updates_once: ClassVar[bool] = True
+    """Whether nothing can fail after a step's first update; otherwise the adapter keeps a copy of the state meanwhile."""
+    quick: ClassVar[Mapping[str, Any]] = {}
+    """Options with which the conformance suite runs, where the defaults would take it long."""
     exceptions: ClassVar[Mapping[str, str]] = {}
     """Checks of the conformance suite that this method cannot meet, each with the reason."""
 

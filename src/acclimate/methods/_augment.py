@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
+
+from ..engine import Engine
+
+NOISE = 0.005  # standard deviation
 
 
 def uniform(low: float, high: float, rng: torch.Generator) -> float:
@@ -59,6 +64,12 @@ def jitter_and_move(pixels: Tensor, rng: torch.Generator, *, padding: str = "edg
     return F.horizontal_flip(x) if mirrored else x
 
 
+def noisy_view(images: Tensor, noise: Tensor, engine: Engine) -> Tensor:
+    """CoTTA's whole augmentation, of images as the model takes them; `noise` is standard normal and of their shape."""
+    pixels = jitter_and_move(engine.to_pixels(images), engine.rng)
+    return engine.from_pixels((pixels + NOISE * noise.to(pixels)).clamp(0, 1))
+
+
 def resized_crop(pixels: Tensor, rng: torch.Generator, *, least: float) -> Tensor:
     """A random part of the pictures, of at least that share of their area, at their size; the same part of each."""
     height, width = pixels.shape[-2:]
@@ -72,3 +83,52 @@ def resized_crop(pixels: Tensor, rng: torch.Generator, *, least: float) -> Tenso
             break
     top, left = whole(0, height - h, rng), whole(0, width - w, rng)
     return F.resized_crop(pixels, top, left, h, w, [height, width], antialias=True)
+
+
+def augmix(picture: Tensor, rng: torch.Generator) -> Tensor:
+    """AugMix (Hendrycks et al., ICLR 2020) at severity 1, of a random part of one picture, mirrored half of the time.
+
+    Three chains of one to three operations each, mixed with weights from Dirichlet(1, 1, 1), and that with the part itself
+    by a weight from Beta(1, 1).
+    """
+    x = resized_crop(picture[None], rng, least=0.08)
+    if uniform(0, 1, rng) < 0.5:
+        x = F.horizontal_flip(x)
+    x = (x.clamp(0, 1) * 255).round()
+    weights = -torch.rand(3, generator=rng, dtype=torch.float64).clamp_min(1e-12).log()
+    mixed = torch.zeros_like(x)
+    for weight in (weights / weights.sum()).tolist():
+        link = x.to(torch.uint8)
+        for _ in range(whole(1, 3, rng)):
+            link = OPERATIONS[whole(0, len(OPERATIONS) - 1, rng)](link, rng)
+        mixed = mixed + weight * link
+    share = uniform(0, 1, rng)
+    return (share * x + (1 - share) * mixed)[0] / 255
+
+
+def _level(most: float, rng: torch.Generator) -> float:
+    """How strong an operation of AugMix is at severity 1: up to a tenth of the most."""
+    return uniform(0.1, 1, rng) * most / 10
+
+
+def _signed(level: float, rng: torch.Generator) -> float:
+    return level if uniform(0, 1, rng) < 0.5 else -level
+
+
+def _warp(x: Tensor, *, move: tuple[int, int] = (0, 0), shear: tuple[float, float] = (0, 0)) -> Tensor:
+    """About the corner where the pixels' numbers begin; what enters is black."""
+    degrees = [math.degrees(math.atan(s)) for s in shear]
+    return F.affine(x, 0.0, list(move), 1.0, degrees, interpolation=InterpolationMode.BILINEAR, center=[0.0, 0.0])
+
+
+OPERATIONS: tuple[Callable[[Tensor, torch.Generator], Tensor], ...] = (
+    lambda x, rng: F.autocontrast(x),
+    lambda x, rng: F.equalize(x),
+    lambda x, rng: F.rotate(x, _signed(int(_level(30, rng)), rng), interpolation=InterpolationMode.BILINEAR),
+    lambda x, rng: F.solarize(x, 256 - int(_level(256, rng))),
+    lambda x, rng: _warp(x, shear=(_signed(_level(0.3, rng), rng), 0)),
+    lambda x, rng: _warp(x, shear=(0, _signed(_level(0.3, rng), rng))),
+    lambda x, rng: _warp(x, move=(int(_signed(int(_level(x.shape[-1] / 3, rng)), rng)), 0)),
+    lambda x, rng: _warp(x, move=(0, int(_signed(int(_level(x.shape[-2] / 3, rng)), rng)))),
+    lambda x, rng: F.posterize(x, 4 - int(_level(4, rng))),
+)

@@ -32,11 +32,22 @@ class Teacher(nn.Module):
         with engine.standing_at(self.weights):
             return engine.predict(images)
 
-    @torch.no_grad()
     def follow(self, parameters: Sequence[Tensor], momentum: float) -> None:
         """momentum * teacher + (1 - momentum) * student."""
-        torch._foreach_mul_(self.weights, momentum)
-        torch._foreach_add_(self.weights, list(parameters), alpha=1 - momentum)
+        blend(self.weights, parameters, momentum)
+
+
+@torch.no_grad()
+def blend(tensors: Sequence[Tensor], others: Sequence[Tensor], share: float) -> None:
+    """In place: share * tensors + (1 - share) * others."""
+    torch._foreach_mul_(list(tensors), share)
+    torch._foreach_add_(list(tensors), list(others), alpha=1 - share)
+
+
+def symmetric_cross_entropy(logits: Tensor, others: Tensor) -> Tensor:
+    """Between two predictions of each sample, half in each direction."""
+    log_p, log_q = logits.log_softmax(-1), others.log_softmax(-1)
+    return -0.5 * (log_q.exp() * log_p + log_p.exp() * log_q).sum(-1)
 
 
 def weights_and_biases(vit: ViT) -> list[nn.Parameter]:

@@ -12,10 +12,8 @@ from ..engine import Engine
 from ..errors import require_between, require_whole
 from ..method import Method, Step, register
 from ..vit import ViT
-from ._augment import jitter_and_move
-from ._teacher import Teacher, weights_and_biases
-
-NOISE = 0.005  # standard deviation, in pixels from 0 to 1
+from ._augment import noisy_view
+from ._teacher import Teacher, symmetric_cross_entropy, weights_and_biases
 
 
 @register("cotta")
@@ -87,7 +85,7 @@ class CoTTA(Method):
             target = self.mean_over_views(images, engine)
         else:
             target = self.teacher.predict(images, engine)
-        sweep = engine.gradient(images, symmetric_cross_entropy, given=[target])
+        sweep = engine.gradient(images, agreement, given=[target])
         engine.update()
         self.teacher.follow(engine.parameters, self.teacher_momentum)
         self.restore_some(engine)
@@ -109,9 +107,7 @@ class CoTTA(Method):
 
     def view(self, images: Tensor, engine: Engine, places: Tensor, total: int) -> Tensor:
         """One augmented view of each image."""
-        pixels = jitter_and_move(engine.to_pixels(images), engine.rng)
-        noise = torch.randn(total, *images.shape[1:], generator=engine.rng)[places]
-        return engine.from_pixels((pixels + NOISE * noise.to(pixels)).clamp(0, 1))
+        return noisy_view(images, torch.randn(total, *images.shape[1:], generator=engine.rng)[places], engine)
 
     @torch.no_grad()
     def restore_some(self, engine: Engine) -> None:
@@ -124,10 +120,9 @@ class CoTTA(Method):
         return bernoulli_positions(p.numel(), self.restore, engine.rng)
 
 
-def symmetric_cross_entropy(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Of student and teacher, half in each direction."""
-    log_p, log_q = logits.log_softmax(-1), target.log_softmax(-1)
-    loss = -0.5 * (log_q.exp() * log_p + log_p.exp() * log_q).sum(-1)
+def agreement(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Of student and teacher."""
+    loss = symmetric_cross_entropy(logits, target)
     return loss, torch.ones_like(loss, dtype=torch.bool)
 
 

@@ -30,8 +30,10 @@ from ..wrap import adapt
 
 # recorded name of a hyper-parameter -> option of the method or of the adapter
 OPTIONS = {
+    "adam_betas": "betas",
     "affinity": "affinity",
     "alignment_weight": "alignment",
+    "alpha": "alpha",
     "anchor_threshold": "threshold",
     "batch_size": "batch_size",
     "bound_lambda": "weight",
@@ -40,22 +42,36 @@ OPTIONS = {
     "ema_momentum": "decay",
     "filter_k": "supports_per_class",
     "force_symmetry": "symmetric",
+    "gamma": "gamma",
     "knn": "neighbours",
+    "lambda_t": "lambda_t",
+    "lambda_u": "lambda_u",
+    "leak_optimizer_state": "leak_optimizer_state",
     "lr": "lr",
     "margin_e0": "margin",
     "max_steps": "max_iterations",
+    "memory_size": "memory",
     "momentum": "momentum",
+    "momentum_probs": "decay",
+    "momentum_src": "source_momentum",
     "n_augmentations": "views",
+    "n_views": "views",
     "nesterov": "nesterov",
+    "niter": "iterations",
+    "nu": "nu",
     "patch_len": "grid",
     "plpd_threshold": "threshold",
     "predictor_lr": "lr_predictor",
+    "q": "q",
     "reset_constant": "recovery",
     "restore_prob": "restore",
     "reweight_ent": "entropy_weight",
     "reweight_plpd": "plpd_weight",
     "rho": "rho",
     "teacher_momentum": "teacher_momentum",
+    "temperature": "temperature",
+    "update_frequency": "every",
+    "weight_decay": "weight_decay",
     "weight_margin": "weight_margin",
 }
 # hyper-parameters that our implementations have no choice about, and the only value that fits them
@@ -149,7 +165,9 @@ def run(
     recording: Recording,
     method: str | type[Method],
     final: Callable[[Adapter], dict[str, Tensor]] | None = None,
+    *,
     returned: Callable[[Tensor], Tensor] = lambda logits: logits,
+    trace_tolerance: float = TRACE_TOLERANCE,
 ) -> Result:
     """Feed the recorded batches to an adapter and compare logits, per-step traces and final tensors.
 
@@ -158,6 +176,7 @@ def run(
         method: Which of ours, by name or as a class that has the recorded random parts.
         final: What to compare at the end; by default the model's adapted parameters and their momentum.
         returned: From our logits to what the reference returns instead of them.
+        trace_tolerance: How far a per-step number may be off.
     """
     result = Result(recording.case)
     options = recording.options()
@@ -181,7 +200,7 @@ def run(
         trace["reset"].append(int(record.event == "recovered"))
     for name, expected in recording.group("trace/").items():
         if name in trace:  # entropy_2, inside the second pass, is not something an adapter reports
-            tolerance = recording.tolerance_logits if name == "entropy_1" else TRACE_TOLERANCE
+            tolerance = recording.tolerance_logits if name == "entropy_1" else trace_tolerance
             result.compare(f"trace {name}", torch.tensor(trace[name], dtype=torch.float64), expected, tolerance)
     adapted, recorded = (final or adapted_parameters)(adapter), recording.group("final/")
     momentum = any(name.startswith("momentum.") for name in recorded)

