@@ -18,6 +18,7 @@ _HOME = {
     "load": "wrap",
     "list_methods": "method",
     "register": "method",
+    "source_statistics": "source",
 }
 _MODULES = {"bench": "bench", "bundled": "data.bundled", "errors": "errors"}
 __all__ = [*_HOME, *_MODULES, "__version__"]  # noqa: PLE0604
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .data import bundled
     from .guard import Guard
     from .method import Method, Step, list_methods, register
+    from .source import source_statistics
     from .wrap import adapt, load
 
 

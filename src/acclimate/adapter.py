@@ -23,7 +23,8 @@ from .errors import ConfigError, ModelError, NonFiniteError, StateError
 from .guard import Guard
 from .method import Method, Step, is_registered
 from .pixels import normalisation, unknown_normalisation
-from .vit import ViT, fingerprint, view
+from .source import SourceStatistics, require
+from .vit import ViT, fingerprint, require_same, view
 
 if TYPE_CHECKING:
     from .parallel import Ranks
@@ -93,6 +94,7 @@ class Adapter(nn.Module):
         seed: int = 0,
         mean: float | Sequence[float] | None = None,
         std: float | Sequence[float] | None = None,
+        source: SourceStatistics | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
@@ -111,8 +113,15 @@ class Adapter(nn.Module):
         rng = torch.Generator().manual_seed(seed)
         self._was_training = {module: module.training for module in model.modules()}
         self._required_grad = {p: p.requires_grad for p in model.parameters()}
+        self._fingerprint: dict[str, str] | None = None
+        self._source_about: Mapping[str, Any] | None = None
         model.eval()
         try:
+            if method.needs:
+                self._fingerprint = fingerprint(vit, source_state)
+                source = require(source, method.name or type(method).__name__, method.needs, model, self._fingerprint)
+                self._source_about = source.about
+                method.receive(source, vit)
             adapted = list(method.attach(vit, rng))
             names |= {id(p): f"method/{name}" for name, p in method.named_parameters()}
             vit.shorten()
@@ -154,7 +163,6 @@ class Adapter(nn.Module):
         }
         self._lock = threading.RLock()
         self._source_state = source_state
-        self._fingerprint: dict[str, str] | None = None
         self._unwrapped = False
         model.requires_grad_(False)
         method.eval().requires_grad_(False)
@@ -187,7 +195,8 @@ class Adapter(nn.Module):
             if what == "run":
                 raise ConfigError(f"{who} was given another method or other options than rank 0.")
             name = type(self.method).__name__
-            raise ConfigError(f"{who} begins with another state than rank 0: does {name}.attach draw from `rng` alone?")
+            given = "was it given other source statistics, or" if self.method.needs else "does"
+            raise ConfigError(f"{who} begins with another state than rank 0: {given} {name}.attach draw from `rng` alone?")
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -396,6 +405,7 @@ class Adapter(nn.Module):
                 "options": self._options,
                 "model": {"class": type(self.model).__name__, **self.fingerprint()},
                 "steps": int(self.steps),
+                "source": None if self._source_about is None else dict(self._source_about),
                 "versions": {"acclimate": __version__, "torch": torch.__version__, **self.engine.vit.version},
             }
             state.write(path, {**self._capture(), **self._constants(), **good}, header)
@@ -409,7 +419,9 @@ class Adapter(nn.Module):
         with self._alone():
             check_model(path, header, self.model, self.fingerprint())
             mine = {"method": self.method.name, **self.method.config, **self._options}
-            theirs = {"method": header["method"], **header["config"], **header["options"]}
+            # an option that is younger than the file had no other value than its default
+            defaults = {name: p.default for name, p in self.method.options().items()}
+            theirs = {"method": header["method"], **defaults, **header["config"], **header["options"]}
             differences = [
                 f"{key} is {theirs.get(key)!r} in the file, {mine.get(key)!r} here"
                 for key in sorted({*mine, *theirs} - COST_ONLY)
@@ -498,12 +510,7 @@ def check_model(path: str | PathLike[str], header: Mapping[str, Any], model: nn.
     theirs = header.get("model")
     if not isinstance(theirs, Mapping) or "method" not in header:
         raise StateError(f"{path} is a file of acclimate's, but not the state of an adapter.")
-    for what, hint in (("architecture", "another architecture"), ("weights", "the same architecture with other weights")):
-        if theirs[what] != mine[what]:
-            raise StateError(
-                f"{path} is the state of another model: a {theirs['class']} with {what} {theirs[what]}, while this "
-                f"{type(model).__name__} has {mine[what]} ({hint})."
-            )
+    require_same(f"{path} is the state", theirs, model, mine)
 
 
 def _plain(value: Any) -> Any:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from .adapter import Adapter
 from .errors import ConformanceError, InputError
 from .method import Method, find
+from .source import source_statistics
 from .vit import view
 from .wrap import adapt, load
 
@@ -106,14 +107,11 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def wrap(self, model: nn.Module | None = None, **more: Any) -> Adapter:
-        options = {
-            "mean": 0.5,
-            "std": 0.5,
-            **self.method.quick,
-            **self.options,
-            **more,
-        }  # a method that augments has to know
-        return adapt(tiny_vit(self.family) if model is None else model, self.method, **options)
+        model = tiny_vit(self.family) if model is None else model
+        options: dict[str, Any] = {"mean": 0.5, "std": 0.5, **self.method.quick}  # a method that augments has to know
+        if self.method.needs:
+            options["source"] = source_statistics(model, tiny_batches(2, seed=3), kinds=self.method.needs, batch_size=6)
+        return adapt(model, self.method, **{**options, **self.options, **more})
 
     def run(self, adapter: Adapter | None = None) -> Adapter:
         """An adapter after a few steps."""

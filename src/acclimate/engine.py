@@ -450,6 +450,16 @@ class Engine:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def amend_gradient(self, *, times: float = 1.0, plus: Sequence[Tensor] | None = None) -> None:
+        """Scale the gradient that the last sweep left, and add a term for each parameter, the same on all ranks."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, times)
+        if plus is not None:
+            torch._foreach_add_(gradients, list(plus))
+        self._gradient_norm = float(global_norm(gradients))
+        if not math.isfinite(self._gradient_norm):
+            raise NonFiniteError("the amended gradient of this batch is not finite; no update was applied.")
+
     def zero_gradient(self) -> None:
         """A gradient of zeros, with which an optimizer step still moves by its momentum."""
         for p in self.parameters:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from .engine import Engine
 from .errors import ConfigError, nearest
 from .vit import ViT
+
+if TYPE_CHECKING:
+    from .source import SourceStatistics
 
 
 @dataclass
@@ -50,6 +53,8 @@ class Method(nn.Module):
     """Options with which the conformance suite runs, where the defaults would take it long."""
     exceptions: ClassVar[Mapping[str, str]] = {}
     """Checks of the conformance suite that this method cannot meet, each with the reason."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Kinds of source statistics (see `source.py`) that this method cannot do without."""
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
@@ -61,6 +66,9 @@ class Method(nn.Module):
     def config(self) -> dict[str, Any]:
         """The configuration that makes an equal method: `type(method)(**method.config)`."""
         return {name: getattr(self, name) for name in self.options()}
+
+    def receive(self, statistics: SourceStatistics, vit: ViT) -> None:
+        """Called before `attach` with the statistics that it `needs`: keep what the steps use, as `source.constants`."""
 
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
         """Prepare `vit` for adaptation and return the parameters that will change. Draw from `rng` alone."""
@@ -82,9 +90,9 @@ class Method(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in self.config.items())
 
 
-def scaled_lr(batch_size: int) -> float:
+def scaled_lr(batch_size: int, at_64: float = 0.001) -> float:
     """The learning rate that the field uses for the norms of ViT-B: 0.001 for 64 samples, proportional to the batch."""
-    return 0.001 * batch_size / 64
+    return at_64 * batch_size / 64
 
 
 M = TypeVar("M", bound=type[Method])

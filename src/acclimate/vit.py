@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .errors import InputError, ModelError
+from .errors import InputError, ModelError, StateError
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
 
@@ -265,6 +265,16 @@ def fingerprint(vit: ViT, tensors: Mapping[str, Tensor]) -> dict[str, str]:
         architecture.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         weights.update(tensor.flatten().view(torch.uint8).numpy().data)
     return {"architecture": architecture.hexdigest()[:16], "weights": weights.hexdigest()[:16]}
+
+
+def require_same(what: str, theirs: Mapping[str, str], model: nn.Module, mine: Mapping[str, str]) -> None:
+    """Refuse a file whose fingerprint is not this model's; `what` begins the message."""
+    for part, hint in (("architecture", "another architecture"), ("weights", "the same architecture with other weights")):
+        if theirs[part] != mine[part]:
+            raise StateError(
+                f"{what} of another model: a {theirs['class']} with {part} {theirs[part]}, while this "
+                f"{type(model).__name__} has {mine[part]} ({hint})."
+            )
 
 
 def view(model: nn.Module) -> ViT:

@@ -14,7 +14,8 @@ from . import state
 from .adapter import WRAPPED, Adapter, check_model
 from .errors import ConfigError, ModelError, StateError
 from .guard import Guard
-from .method import Method, create
+from .method import Method, create, find
+from .source import SourceStatistics, unknown
 from .vit import fingerprint, view
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def adapt(
     seed: int = 0,
     mean: float | Sequence[float] | None = None,
     std: float | Sequence[float] | None = None,
+    source: SourceStatistics | str | PathLike[str] | None = None,
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Adapter:
@@ -57,6 +59,8 @@ def adapt(
         mean: How the images are normalised, for methods that augment pixels: one number, or one per channel. A timm model
             with a `pretrained_cfg` says it itself; any other model needs it there. So `std`.
         std: See `mean`.
+        source: Statistics of the source data, or the file that they were saved to, for methods that need some (EATA): see
+            `acclimate.source_statistics`. Other methods leave them alone.
         group: A `torch.distributed` process group whose ranks adapt to one stream together. Every rank wraps an equal model
             and passes its share of each batch, which may be empty, and gets the logits of that share; the update is that of
             the whole batch, and the same on all ranks. Only what is given here is shared, never what torchrun has started:
@@ -90,6 +94,7 @@ def adapt(
             seed=seed,
             mean=mean,
             std=std,
+            source=source if source is None or isinstance(source, SourceStatistics) else SourceStatistics.load(source),
             ranks=ranks,
         )
 
@@ -125,7 +130,10 @@ def _load(path: str | PathLike[str], model: nn.Module, ranks: Ranks | None) -> A
         options = {**header["options"], **header["config"]}
         if options["guard"] is not None:
             options["guard"] = Guard(**options["guard"])
-        adapter = adapt(model, header["method"], group=None if ranks is None else ranks.group, **options)
+        needs = find(header["method"]).needs
+        # what the method keeps of the source statistics is in the file
+        source = unknown(needs, view(model), {"class": "", **mine}, header.get("source") or {}) if needs else None
+        adapter = adapt(model, header["method"], source=source, group=None if ranks is None else ranks.group, **options)
     except (ConfigError, KeyError, TypeError) as error:
         raise StateError(f"{path} was written with a method or options that are not known here: {error}") from error
     adapter._fingerprint = mine  # hashing a large model once is enough

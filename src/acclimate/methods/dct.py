@@ -93,6 +93,8 @@ class DCT(SAR):
         blocks: Which blocks are conditioned and adapt: a number (the first so many) or indices; by default all but the last
             quarter, of which at most three are left out (9 of 12, 21 of 24).
         batch_size: Batch size for the default learning rate; by default that of the first batch.
+        loss: What is minimised, and compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
+            al., ICLR 2025) whose mass of uncertainty is the number of classes.
         reference: Behave as the authors' released code, quirks included: see `SAR`. In a 24-block model, blocks 9 to 11
             have conditioners that stay at their random initial values.
     """
@@ -116,6 +118,7 @@ class DCT(SAR):
         init: str = "default",
         blocks: int | Sequence[int] | None = None,
         batch_size: int | None = None,
+        loss: str = "entropy",
         reference: bool = False,
     ) -> None:
         super().__init__(
@@ -127,6 +130,7 @@ class DCT(SAR):
             decay=decay,
             blocks=blocks,
             batch_size=batch_size,
+            loss=loss,
             reference=reference,
         )
         require_between(0, math.inf, optional=True, lr_generator=lr_generator)

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..engine import Engine, entropy
+from ..engine import Engine
 from ..errors import require_between
 from ..method import Step, register
 from ._leading import LeadingNorms
+from ._losses import reliable_margin, require_loss, uncertainty
 
 
 @register("sar")
@@ -33,9 +34,12 @@ class SAR(LeadingNorms):
         blocks: Which blocks adapt: a number (the first so many) or indices; by default all but the last quarter, of which
             at most three are left out (9 of 12, 21 of 24).
         batch_size: Batch size for the default learning rate; by default that of the first batch.
+        loss: What is minimised, and compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
+            al., ICLR 2025) whose mass of uncertainty is the number of classes.
         reference: Behave as the authors' released code, quirks included: momentum survives a recovery and moves the
             parameters when no sample is reliable, the moving average does not restart after a recovery, the margin counts
             all classes of the head, and matching by name leaves out blocks 9 to 11 of a 24-block model too.
+            COME's mass of uncertainty is 1000.
     """
 
     paper = "Niu et al., ICLR 2023"
@@ -52,26 +56,28 @@ class SAR(LeadingNorms):
         decay: float = 0.9,
         blocks: int | Sequence[int] | None = None,
         batch_size: int | None = None,
+        loss: str = "entropy",
         reference: bool = False,
     ) -> None:
         super().__init__(lr=lr, momentum=momentum, blocks=blocks, batch_size=batch_size, reference=reference)
         require_between(0, math.inf, optional=True, margin=margin)
         require_between(0, math.inf, rho=rho, recovery=recovery)
         require_between(0, 1, decay=decay)
+        require_loss(loss)
         self.margin = margin
         self.rho = rho
         self.recovery = recovery
         self.decay = decay
+        self.loss = loss
         self.average: Tensor
         self.register_buffer("average", torch.tensor(math.nan))  # of the loss; NaN until there is one
 
     def step(self, images: Tensor, engine: Engine) -> Step:
-        margin = self.margin
-        if margin is None:
-            margin = 0.4 * math.log(engine.vit.classes if self.reference else engine.num_classes)
+        measure = uncertainty(self.loss, engine, reference=self.reference)
+        margin = reliable_margin(engine, all_classes=self.reference) if self.margin is None else self.margin
 
         def reliable_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
-            h = entropy(logits)
+            h = measure(logits)
             return h, h.detach() < margin
 
         first = engine.gradient(images, reliable_entropy, selective=True)

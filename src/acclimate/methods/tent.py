@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine, entropy
+from ..engine import Engine
 from ..errors import require_between
 from ..method import Method, Step, register, scaled_lr
 from ..vit import ViT, parameters_of
+from ._losses import require_loss, uncertainty
 
 
 @register("tent")
@@ -24,11 +26,14 @@ class Tent(Method):
         lr: Learning rate; by default 0.001 for a batch of 64, proportional to the batch size.
         momentum: Momentum of SGD.
         batch_size: Batch size for the default learning rate; by default that of the first batch.
-        reference: Accepted by every method; the released code has no quirk to reproduce here.
+        loss: What is minimised: "entropy", or "come", the opinion entropy of COME (Zhang et al., ICLR 2025) whose mass of
+            uncertainty is the number of classes.
+        reference: As the authors' released code. TENT's has no quirk to reproduce, COME's has a mass of 1000 always.
     """
 
     paper = "Wang et al., ICLR 2021"
     adapts = "all norms"
+    lr_at_64: ClassVar[float] = 0.001
 
     def __init__(
         self,
@@ -36,15 +41,18 @@ class Tent(Method):
         lr: float | None = None,
         momentum: float = 0.9,
         batch_size: int | None = None,
+        loss: str = "entropy",
         reference: bool = False,
     ) -> None:
         super().__init__()
         require_between(0, math.inf, optional=True, lr=lr)
         require_between(1, math.inf, optional=True, batch_size=batch_size)
         require_between(0, 1, momentum=momentum)
+        require_loss(loss)
         self.lr = lr
         self.momentum = momentum
         self.batch_size = batch_size
+        self.loss = loss
         self.reference = reference
 
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
@@ -52,14 +60,16 @@ class Tent(Method):
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
-        lr = scaled_lr(self.batch_size or batch_size) if self.lr is None else self.lr
+        lr = scaled_lr(self.batch_size or batch_size, self.lr_at_64) if self.lr is None else self.lr
         return torch.optim.SGD(self._adapted, lr=lr, momentum=self.momentum)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
-        sweep = engine.gradient(images, self.objective)
+        measure = uncertainty(self.loss, engine, reference=self.reference)
+
+        def objective(logits: Tensor) -> tuple[Tensor, Tensor]:
+            h = measure(logits)
+            return h, torch.ones_like(h, dtype=torch.bool)
+
+        sweep = engine.gradient(images, objective)
         engine.update()
         return Step(sweep.logits, used=sweep.used, loss=sweep.loss)
-
-    def objective(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        h = entropy(logits)
-        return h, torch.ones_like(h, dtype=torch.bool)

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ..adapter import Adapter
 from ..engine import entropy
 from ..method import Method, find
+from ..methods._losses import COME_MASS
 from ..wrap import adapt
 
 # recorded name of a hyper-parameter -> option of the method or of the adapter
@@ -38,9 +39,12 @@ OPTIONS = {
     "batch_size": "batch_size",
     "bound_lambda": "weight",
     "class_indices": "classes",
+    "d_margin": "redundancy",
     "dct_lr": "lr_generator",
+    "e_margin": "margin",
     "ema_momentum": "decay",
     "filter_k": "supports_per_class",
+    "fisher_alpha": "fisher_weight",
     "force_symmetry": "symmetric",
     "gamma": "gamma",
     "knn": "neighbours",
@@ -62,8 +66,10 @@ OPTIONS = {
     "patch_len": "grid",
     "plpd_threshold": "threshold",
     "predictor_lr": "lr_predictor",
+    "probs_momentum": "decay",
     "q": "q",
     "reset_constant": "recovery",
+    "reset_period": "period",
     "restore_prob": "restore",
     "reweight_ent": "entropy_weight",
     "reweight_plpd": "plpd_weight",
@@ -75,8 +81,8 @@ OPTIONS = {
     "weight_margin": "weight_margin",
 }
 # hyper-parameters that our implementations have no choice about, and the only value that fits them
-FIXED = {"steps": 1, "episodic": False}
-DESCRIPTIONS = {"optimizer", "n_generator_blocks", "params"}  # prose; implied by the tensors
+FIXED = {"steps": 1, "episodic": False, "uncertainty_mass": COME_MASS}
+DESCRIPTIONS = {"optimizer", "n_generator_blocks", "params", "fisher_batch_size"}  # prose; implied by the tensors
 TRACE_TOLERANCE = 1e-5
 
 
@@ -165,9 +171,10 @@ def run(
     recording: Recording,
     method: str | type[Method],
     final: Callable[[Adapter], dict[str, Tensor]] | None = None,
-    *,
+    observe: Callable[[Adapter, Tensor], dict[str, Any]] = lambda adapter, logits: {},
     returned: Callable[[Tensor], Tensor] = lambda logits: logits,
     trace_tolerance: float = TRACE_TOLERANCE,
+    **more: Any,
 ) -> Result:
     """Feed the recorded batches to an adapter and compare logits, per-step traces and final tensors.
 
@@ -175,29 +182,37 @@ def run(
         recording: What to repeat.
         method: Which of ours, by name or as a class that has the recorded random parts.
         final: What to compare at the end; by default the model's adapted parameters and their momentum.
+        observe: Further traces, or other values of the usual ones, after a step that returned these logits.
         returned: From our logits to what the reference returns instead of them.
         trace_tolerance: How far a per-step number may be off.
+        **more: Options that are not in the recording's header.
     """
     result = Result(recording.case)
     options = recording.options()
     if "batch_size" not in find(method).options():
         options.pop("batch_size", None)  # where no default depends on it, the batches themselves say it
-    adapter = adapt(recording.model(), method, reference=True, **options)
-    trace: dict[str, list[Any]] = {
-        name: [] for name in ("entropy_1", "n_selected_1", "n_selected_2", "loss", "ema", "reset")
-    }
+    adapter = adapt(recording.model(), method, reference=True, **options, **more)
+    margin = recording.hyper.get("margin_e0", recording.hyper.get("e_margin", math.inf))
+    trace: dict[str, list[Any]] = {}
     for t, images, expected in recording.batches():
         logits = adapter(images)
         error = result.compare(f"logits of step {t}", returned(logits), expected, recording.tolerance_logits)
         result.logits = max(result.logits, error)
-        h, record = entropy(logits), adapter.record
+        record = adapter.record
         assert record is not None
-        trace["entropy_1"].append(h.tolist() + [math.nan] * (len(recording.tensors["x/0"]) - len(h)))  # a short last batch
-        trace["n_selected_1"].append(int((h < recording.hyper.get("margin_e0", math.inf)).sum()))
-        trace["n_selected_2"].append(record.used)
-        trace["loss"].append(math.nan if record.loss is None else record.loss)
-        trace["ema"].append(math.nan if record.recovery is None else record.recovery)
-        trace["reset"].append(int(record.event == "recovered"))
+        row = {
+            "entropy_1": entropy(logits),
+            "n_selected_2": record.used,
+            "loss": math.nan if record.loss is None else record.loss,
+            "ema": math.nan if record.recovery is None else record.recovery,
+            "reset": int(record.event == "recovered"),
+            **observe(adapter, logits),
+        }
+        h = row["entropy_1"].tolist()
+        row["n_selected_1"] = sum(value < margin for value in h)
+        row["entropy_1"] = h + [math.nan] * (len(recording.tensors["x/0"]) - len(h))  # a short last batch
+        for name, value in row.items():
+            trace.setdefault(name, []).append(value)
     for name, expected in recording.group("trace/").items():
         if name in trace:  # entropy_2, inside the second pass, is not something an adapter reports
             tolerance = recording.tolerance_logits if name == "entropy_1" else trace_tolerance

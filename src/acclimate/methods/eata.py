@@ -1,0 +1,73 @@
+"""EATA: Efficient Test-Time Model Adaptation without Forgetting (Niu et al., ICML 2022)."""
+
+from __future__ import annotations
+
+import math
+
+from ..engine import Engine
+from ..errors import require_between
+from ..method import register
+from ..source import SourceStatistics, constants, norm_names
+from ..vit import ViT
+from .eta import ETA
+
+
+@register("eata")
+class EATA(ETA):
+    """ETA with an anchor: a parameter that matters for the source data is held near its source value.
+
+    How much it matters is its Fisher information on clean source images, which `acclimate.source_statistics` computes once:
+    `acclimate.adapt(model, "eata", source="stats.safetensors")`. The state file keeps it.
+
+    Args:
+        lr: Learning rate; by default 0.001 for a batch of 64, proportional to the batch size.
+        margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
+        redundancy: Cosine similarity with the average prediction from which on a sample is redundant.
+        decay: Decay of that average.
+        fisher_weight: Weight of the anchor. The authors use 2000 for every model, with the Fisher information of batches as
+            large as the stream's (64); that of smaller batches is larger, and so is its effect.
+        momentum: Momentum of SGD.
+        batch_size: Batch size for the default learning rate; by default that of the first batch.
+        loss: What is minimised, and compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
+            al., ICLR 2025) whose mass of uncertainty is the number of classes.
+        reference: As the authors' released code: see `ETA`.
+    """
+
+    needs = ("fisher",)
+
+    def __init__(
+        self,
+        *,
+        lr: float | None = None,
+        margin: float | None = None,
+        redundancy: float = 0.05,
+        decay: float = 0.9,
+        fisher_weight: float = 2000.0,
+        momentum: float = 0.9,
+        batch_size: int | None = None,
+        loss: str = "entropy",
+        reference: bool = False,
+    ) -> None:
+        super().__init__(
+            lr=lr,
+            margin=margin,
+            redundancy=redundancy,
+            decay=decay,
+            momentum=momentum,
+            batch_size=batch_size,
+            loss=loss,
+            reference=reference,
+        )
+        require_between(0, math.inf, fisher_weight=fisher_weight)
+        self.fisher_weight = fisher_weight
+
+    def receive(self, statistics: SourceStatistics, vit: ViT) -> None:
+        found = statistics.of("fisher")
+        self.fisher = constants((found[name] for name in norm_names(vit).values()), vit)
+
+    def regularise(self, engine: Engine) -> float:
+        """The gradient of the Fisher-weighted squared distance from the source, which no sample takes part in."""
+        moved = [p.detach() - source for p, source in zip(engine.parameters, engine.source)]
+        pull = [fisher * distance for fisher, distance in zip(self.fisher, moved)]
+        engine.amend_gradient(plus=[2 * self.fisher_weight * force for force in pull])
+        return self.fisher_weight * sum(float((force * distance).sum()) for force, distance in zip(pull, moved))

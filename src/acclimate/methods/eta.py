@@ -1,0 +1,107 @@
+"""ETA: Efficient Test-Time Model Adaptation without Forgetting (Niu et al., ICML 2022), without its Fisher regulariser."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..engine import Engine, Sweep
+from ..errors import require_between
+from ..method import Step, register
+from ..vit import ViT
+from ._losses import reliable_margin, uncertainty
+from .tent import Tent
+
+
+@register("eta")
+class ETA(Tent):
+    """Minimise the entropy of samples that are reliable and not redundant, over all norms.
+
+    A sample is reliable if its entropy is below a margin, and redundant if its prediction resembles the moving average of
+    what was learned from before. Of the others, the surer ones weigh more. When none is left, nothing changes, the momentum
+    included. It needs nothing beyond the batch.
+
+    Args:
+        lr: Learning rate; by default 0.001 for a batch of 64, proportional to the batch size. The paper has ResNet-50 only;
+            this is what later papers use for ViT-B.
+        margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
+        redundancy: Cosine similarity with the average prediction from which on a sample is redundant.
+        decay: Decay of that average.
+        momentum: Momentum of SGD.
+        batch_size: Batch size for the default learning rate; by default that of the first batch.
+        loss: What is minimised, and compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
+            al., ICLR 2025) whose mass of uncertainty is the number of classes.
+        reference: As the authors' released code, whose default margin counts all classes of the head. COME's mass of
+            uncertainty is 1000.
+    """
+
+    paper = "Niu et al., ICML 2022"
+
+    def __init__(
+        self,
+        *,
+        lr: float | None = None,
+        margin: float | None = None,
+        redundancy: float = 0.05,
+        decay: float = 0.9,
+        momentum: float = 0.9,
+        batch_size: int | None = None,
+        loss: str = "entropy",
+        reference: bool = False,
+    ) -> None:
+        super().__init__(lr=lr, momentum=momentum, batch_size=batch_size, loss=loss, reference=reference)
+        require_between(0, math.inf, optional=True, margin=margin)
+        require_between(0, math.inf, redundancy=redundancy)
+        require_between(0, 1, decay=decay)
+        self.margin = margin
+        self.redundancy = redundancy
+        self.decay = decay
+        self.average: Tensor  # prediction of the samples learned from; NaN until there is one
+
+    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+        self.register_buffer("average", torch.full((vit.classes,), math.nan, device=vit.device))
+        return super().attach(vit, rng)
+
+    def average_prediction(self, engine: Engine) -> Tensor | None:
+        """Over the target's classes, of which there may be fewer than the head has."""
+        average = self.average[: engine.num_classes]
+        return None if average.isnan().any() else average
+
+    def step(self, images: Tensor, engine: Engine) -> Step:
+        average = self.average_prediction(engine)
+        return self.learn(self.look(images, engine, average), engine, average)
+
+    def look(self, images: Tensor, engine: Engine, average: Tensor | None) -> Sweep:
+        """The gradient of the weighted entropy of what is worth learning from."""
+        measure = uncertainty(self.loss, engine, reference=self.reference)
+        margin = reliable_margin(engine, all_classes=self.reference) if self.margin is None else self.margin
+
+        def weighted_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
+            h = measure(logits)
+            kept = h.detach() < margin
+            if average is not None:
+                similarity = F.cosine_similarity(average[None], logits.detach().softmax(-1))
+                kept &= similarity.abs() < self.redundancy
+            return (margin - h.detach()).exp() * h, kept
+
+        return engine.gradient(images, weighted_entropy, selective=True)
+
+    def learn(self, sweep: Sweep, engine: Engine, average: Tensor | None) -> Step:
+        """Update parameters and average, if there is anything to learn from."""
+        if not sweep.used:
+            return Step(sweep.logits)
+        new = engine.gather(sweep.logits[sweep.kept].softmax(-1)).mean(0)
+        if average is not None:
+            new = self.decay * average + (1 - self.decay) * new
+        loss = sweep.loss + self.regularise(engine)
+        engine.update()
+        self.average[: engine.num_classes] = new
+        return Step(sweep.logits, sweep.used, loss)
+
+    def regularise(self, engine: Engine) -> float:
+        """Add to the gradient what does not depend on the batch, and return the loss of that: nothing here."""
+        return 0.0

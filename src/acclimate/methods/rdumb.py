@@ -1,0 +1,76 @@
+"""RDumb: A simple approach that questions our progress in continual test-time adaptation (Press et al., NeurIPS 2023)."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from ..engine import Engine
+from ..errors import require_whole
+from ..method import Step, register
+from .eta import ETA
+
+
+@register("rdumb")
+class RDumb(ETA):
+    """ETA that forgets everything, parameters, momentum and average, after every so many steps.
+
+    It needs nothing beyond the batch. Streams of one corruption of ImageNet-C are shorter than the default period unless
+    their batches are small: ETA is then what is seen.
+
+    Args:
+        lr: Learning rate; by default 0.00025 for a batch of 64, the authors' for ResNet-50, and proportional to the batch
+            size. That it is the same for a ViT, and the proportion, are ours.
+        margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
+        redundancy: Cosine similarity with the average prediction from which on a sample is redundant.
+        decay: Decay of that average.
+        period: Steps after which the source model comes back.
+        momentum: Momentum of SGD.
+        batch_size: Batch size for the default learning rate; by default that of the first batch.
+        reference: As the authors' released code: see `ETA`.
+    """
+
+    paper = "Press et al., NeurIPS 2023"
+    lr_at_64 = 0.00025
+
+    def __init__(
+        self,
+        *,
+        lr: float | None = None,
+        margin: float | None = None,
+        redundancy: float = 0.05,
+        decay: float = 0.9,
+        period: int = 1000,
+        momentum: float = 0.9,
+        batch_size: int | None = None,
+        reference: bool = False,
+    ) -> None:
+        super().__init__(
+            lr=lr,
+            margin=margin,
+            redundancy=redundancy,
+            decay=decay,
+            momentum=momentum,
+            batch_size=batch_size,
+            reference=reference,
+        )
+        require_whole(1, period=period)
+        self.period = int(period)
+        self.since: Tensor
+        self.register_buffer("since", torch.tensor(0))  # steps since the source model came back
+
+    def step(self, images: Tensor, engine: Engine) -> Step:
+        due = int(self.since) == self.period
+        average = None if due else self.average_prediction(engine)
+        with engine.at_source() if due else nullcontext():
+            sweep = self.look(images, engine, average)  # may find something that is not finite: nothing has changed yet
+        if due:
+            engine.restore()
+            self.average.fill_(torch.nan)
+            self.since.zero_()
+        step = self.learn(sweep, engine, average)
+        self.since += 1
+        step.event = "recovered" if due else None
+        return step
