@@ -12,8 +12,8 @@ import acclimate
 from acclimate.check import tiny_batches, tiny_vit
 from acclimate.engine import entropy
 from acclimate.errors import ConfigError
+from acclimate.methods._leading import leading_blocks
 from acclimate.methods.dct import Conditioner
-from acclimate.methods.sar import leading_blocks
 
 
 def adapted_values(model):

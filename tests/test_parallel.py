@@ -99,6 +99,10 @@ def dct(rank, folder):
     return go(wrap("dct"), tiny_batches(5))
 
 
+BESIDE = ("t3a", "lame", "deyo", "zerosiam")  # methods that compare, remember or shuffle samples
+SCENES |= {name: lambda rank, folder, name=name: go(wrap(name), tiny_batches(5)) for name in BESIDE}
+
+
 @scene
 def eata(rank, folder):
     source = acclimate.source_statistics(tiny_vit(), tiny_batches(2, seed=3), kinds=["fisher"], batch_size=6)
@@ -395,14 +399,14 @@ def pair(tmp_path_factory):
 # ---- what the ranks report --------------------------------------------------------------------------------------------
 
 
-def require_one_run(ranks, alone):
+def require_one_run(ranks, alone, tolerance=1e-5):
     """Two ranks, bit for bit alike, have made the run of a single process."""
     same(ranks[0]["state"], ranks[1]["state"], "ranks")
     assert ranks[0]["records"] == ranks[1]["records"]
     for name, expected in alone["state"].items():
         torch.testing.assert_close(ranks[0]["state"][name], expected, atol=1e-5, rtol=1e-5, equal_nan=True, msg=name)
     for *shares, expected in zip(ranks[0]["logits"], ranks[1]["logits"], alone["logits"]):
-        torch.testing.assert_close(torch.cat(shares), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(torch.cat(shares), expected, atol=tolerance, rtol=tolerance)
     for record, expected in zip(ranks[0]["records"], alone["records"]):
         assert record == {
             name: pytest.approx(value, rel=1e-4, abs=1e-6) if isinstance(value, float) else value
@@ -419,6 +423,11 @@ def test_two_ranks_adapt_as_one_process(pair, name):
         assert alone["records"][0]["event"] == "recovered"
     elif name != "none_reliable":
         assert alone["records"][-1]["drift"] > 1e-3
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_two_ranks_remember_and_compare_as_one_process(pair, name):
+    require_one_run(pair(name), SCENES[name](0, None), tolerance=1e-4)
 
 
 def test_learning_rates_follow_the_whole_batch(pair):

@@ -92,9 +92,9 @@ class Adapter(nn.Module):
         precision: str = "float32",
         compile: bool | str = False,
         seed: int = 0,
-        source: SourceStatistics | None = None,
         mean: float | Sequence[float] | None = None,
         std: float | Sequence[float] | None = None,
+        source: SourceStatistics | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__()
@@ -149,6 +149,7 @@ class Adapter(nn.Module):
         self.register_buffer("batch_size", torch.tensor(0))  # of the first batch; 0 until there is one
         self.record: Record | None = None
         self._after = predict == "after" and bool(adapted) and not method.predicts_after
+        self._learns = bool(adapted) or any(True for _ in method.buffers())
         self._options = {
             "classes": self.engine.classes,
             "predict": predict,
@@ -289,7 +290,7 @@ class Adapter(nn.Module):
     def _watch(self, images: Tensor, mine: Tensor, logits: Tensor, drift: float) -> str | None:
         """Let the guard look at a step, and act on it: `logits` are the whole batch's, `mine` those of `images`."""
         guard, engine = self.guard, self.engine
-        if guard is None or not engine.parameters or bool(guard.stopped):
+        if guard is None or not self._learns or bool(guard.stopped):
             return None
         guard.observe(logits)
         problem = None

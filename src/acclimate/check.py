@@ -108,11 +108,10 @@ class Case:
 
     def wrap(self, model: nn.Module | None = None, **more: Any) -> Adapter:
         model = tiny_vit(self.family) if model is None else model
-        # a method that augments has to know the normalisation
-        options = {"mean": 0.5, "std": 0.5, **self.method.quick, **self.options, **more}
-        if self.method.needs and "source" not in options:
+        options: dict[str, Any] = {"mean": 0.5, "std": 0.5, **self.method.quick}  # a method that augments has to know
+        if self.method.needs:
             options["source"] = source_statistics(model, tiny_batches(2, seed=3), kinds=self.method.needs, batch_size=6)
-        return adapt(model, self.method, **options)
+        return adapt(model, self.method, **{**options, **self.options, **more})
 
     def run(self, adapter: Adapter | None = None) -> Adapter:
         """An adapter after a few steps."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Step:
     """What a method's step returns: its prediction, and what it did to make or to follow it."""
 
-    logits: Tensor
+    logits: Tensor  # or what stands for them: its softmax is taken as the prediction
     used: int = 0  # samples that it learned from
     loss: float | None = None
     recovery: float | None = None  # moving average that triggers a recovery, for methods that have one
@@ -83,7 +83,7 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
-        """Logits without learning: for frozen calls, and for those of after an update."""
+        """Logits without learning: for frozen calls, and for those of after an update. Exchange nothing with other ranks."""
         return engine.predict(images)
 
     def extra_repr(self) -> str:

@@ -36,9 +36,9 @@ def adapt(
     precision: str = "float32",
     compile: bool | str = False,
     seed: int = 0,
-    source: SourceStatistics | str | PathLike[str] | None = None,
     mean: float | Sequence[float] | None = None,
     std: float | Sequence[float] | None = None,
+    source: SourceStatistics | str | PathLike[str] | None = None,
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Adapter:
@@ -56,11 +56,11 @@ def adapt(
         precision: "float32", or autocast to "bfloat16" or "float16".
         compile: `torch.compile` the forward pass; a string names the backend.
         seed: Of everything random in the method.
-        source: Statistics of the source data, or the file that they were saved to, for methods that need some (EATA): see
-            `acclimate.source_statistics`. Other methods leave them alone.
         mean: How the images are normalised, for methods that augment pixels: one number, or one per channel. A timm model
             with a `pretrained_cfg` says it itself; any other model needs it there. So `std`.
         std: See `mean`.
+        source: Statistics of the source data, or the file that they were saved to, for methods that need some (EATA): see
+            `acclimate.source_statistics`. Other methods leave them alone.
         group: A `torch.distributed` process group whose ranks adapt to one stream together. Every rank wraps an equal model
             and passes its share of each batch, which may be empty, and gets the logits of that share; the update is that of
             the whole batch, and the same on all ranks. Only what is given here is shared, never what torchrun has started:
@@ -92,9 +92,9 @@ def adapt(
             precision=precision,
             compile=compile,
             seed=seed,
-            source=source if source is None or isinstance(source, SourceStatistics) else SourceStatistics.load(source),
             mean=mean,
             std=std,
+            source=source if source is None or isinstance(source, SourceStatistics) else SourceStatistics.load(source),
             ranks=ranks,
         )
 

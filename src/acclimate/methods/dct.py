@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ..errors import ConfigError, require_between
 from ..method import register
 from ..vit import ViT
-from .sar import SAR, leading_blocks
+from ._leading import leading_blocks
+from .sar import SAR
 
 
 class Conditioner(nn.Module):

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..engine import Engine
-from ..errors import ConfigError, require_between
-from ..method import Method, Step, register, scaled_lr
-from ..vit import ViT, parameters_of
+from ..errors import require_between
+from ..method import Step, register
+from ._leading import LeadingNorms
 from ._losses import reliable_margin, require_loss, uncertainty
-
-# What matching "blocks.9", "blocks.10", "blocks.11", "blocks.21" ... in a parameter's name leaves out: the last three
-# blocks of a 12-block model, and of a 24-block model blocks 9 to 11 as well.
-REFERENCE_SKIP = {9, 10, 11, 21, 22, 23}
-
-
-def leading_blocks(depth: int) -> range:
-    """All blocks but the last quarter, of which at most three are left out: 9 of 12, 21 of 24."""
-    return range(depth - min(3, depth // 4))
 
 
 @register("sar")
-class SAR(Method):
+class SAR(LeadingNorms):
     """Sharpness-aware minimisation of the entropy of reliable samples, over the norms of all but the last blocks.
 
     A sample is reliable if its entropy is below a margin, before the sharpness-aware ascent and after it. When the moving
@@ -53,7 +44,6 @@ class SAR(Method):
 
     paper = "Niu et al., ICLR 2023"
     adapts = "norms of all but the last blocks"
-    single_sample_lr_factor = 2
 
     def __init__(
         self,
@@ -69,46 +59,18 @@ class SAR(Method):
         loss: str = "entropy",
         reference: bool = False,
     ) -> None:
-        super().__init__()
-        require_between(0, math.inf, optional=True, lr=lr, margin=margin)
-        require_between(1, math.inf, optional=True, batch_size=batch_size)
+        super().__init__(lr=lr, momentum=momentum, blocks=blocks, batch_size=batch_size, reference=reference)
+        require_between(0, math.inf, optional=True, margin=margin)
         require_between(0, math.inf, rho=rho, recovery=recovery)
-        require_between(0, 1, momentum=momentum, decay=decay)
+        require_between(0, 1, decay=decay)
         require_loss(loss)
-        self.lr = lr
         self.margin = margin
         self.rho = rho
-        self.momentum = momentum
         self.recovery = recovery
         self.decay = decay
-        self.blocks = blocks if blocks is None or isinstance(blocks, int) else tuple(int(i) for i in blocks)
-        self.batch_size = batch_size
         self.loss = loss
-        self.reference = reference
         self.average: Tensor
         self.register_buffer("average", torch.tensor(math.nan))  # of the loss; NaN until there is one
-
-    def adapted_blocks(self, depth: int) -> list[int]:
-        """Indices of the blocks whose parameters adapt."""
-        if self.blocks is None:
-            return [i for i in range(depth) if i not in REFERENCE_SKIP] if self.reference else list(leading_blocks(depth))
-        chosen = range(self.blocks) if isinstance(self.blocks, int) else self.blocks
-        if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= i < depth for i in chosen):
-            raise ConfigError(f"blocks={self.blocks!r}: choose from the {depth} blocks of this model, 0 to {depth - 1}.")
-        return list(chosen)
-
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
-        self._norms = parameters_of(norm for i in self.adapted_blocks(len(vit.blocks)) for norm in vit.blocks[i].norms)
-        return self._norms
-
-    def norm_lr(self, batch_size: int) -> float:
-        if self.lr is not None:
-            return self.lr
-        batch_size = self.batch_size or batch_size
-        return scaled_lr(batch_size) * (self.single_sample_lr_factor if batch_size == 1 else 1)
-
-    def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self._norms, lr=self.norm_lr(batch_size), momentum=self.momentum)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         measure = uncertainty(self.loss, engine, reference=self.reference)

@@ -1,0 +1,69 @@
+"""What SAR, DCT and DeYO adapt: the norms of all but the last blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from ..errors import ConfigError, require_between
+from ..method import Method, scaled_lr
+from ..vit import ViT, parameters_of
+
+# What matching "blocks.9", "blocks.10", "blocks.11", "blocks.21" ... in a parameter's name leaves out: the last three
+# blocks of a 12-block model, and of a 24-block model blocks 9 to 11 as well.
+REFERENCE_SKIP = {9, 10, 11, 21, 22, 23}
+
+
+def leading_blocks(depth: int) -> range:
+    """All blocks but the last quarter, of which at most three are left out: 9 of 12, 21 of 24."""
+    return range(depth - min(3, depth // 4))
+
+
+class LeadingNorms(Method):
+    """Methods that adapt these norms by SGD, at the field's learning rate or twice that for a batch of 1."""
+
+    single_sample_lr_factor = 2
+
+    def __init__(
+        self,
+        *,
+        lr: float | None,
+        momentum: float,
+        blocks: int | Sequence[int] | None,
+        batch_size: int | None,
+        reference: bool,
+    ) -> None:
+        super().__init__()
+        require_between(0, math.inf, optional=True, lr=lr)
+        require_between(1, math.inf, optional=True, batch_size=batch_size)
+        require_between(0, 1, momentum=momentum)
+        self.lr = lr
+        self.momentum = momentum
+        self.blocks = blocks if blocks is None or isinstance(blocks, int) else tuple(int(i) for i in blocks)
+        self.batch_size = batch_size
+        self.reference = reference
+
+    def adapted_blocks(self, depth: int) -> list[int]:
+        """Indices of the blocks whose parameters adapt."""
+        if self.blocks is None:
+            return [i for i in range(depth) if i not in REFERENCE_SKIP] if self.reference else list(leading_blocks(depth))
+        chosen = range(self.blocks) if isinstance(self.blocks, int) else self.blocks
+        if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= i < depth for i in chosen):
+            raise ConfigError(f"blocks={self.blocks!r}: choose from the {depth} blocks of this model, 0 to {depth - 1}.")
+        return list(chosen)
+
+    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+        self._norms = parameters_of(norm for i in self.adapted_blocks(len(vit.blocks)) for norm in vit.blocks[i].norms)
+        return self._norms
+
+    def norm_lr(self, batch_size: int) -> float:
+        if self.lr is not None:
+            return self.lr
+        batch_size = self.batch_size or batch_size
+        return scaled_lr(batch_size) * (self.single_sample_lr_factor if batch_size == 1 else 1)
+
+    def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self._norms, lr=self.norm_lr(batch_size), momentum=self.momentum)

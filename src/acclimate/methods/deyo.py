@@ -1,0 +1,120 @@
+"""DeYO: Entropy is not Enough for Test-Time Adaptation (Lee et al., ICLR 2024)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..engine import Engine, entropy
+from ..errors import require_between, require_whole
+from ..method import Step, register
+from ._leading import LeadingNorms
+
+
+@register("deyo")
+class DeYO(LeadingNorms):
+    """Minimise the entropy of samples that are sure, and sure because of an object's shape.
+
+    When the patches of an image change places, its texture stays and its shape is lost. The probability that the predicted
+    class loses by that, the pseudo-label probability difference (PLPD), has to exceed a threshold. Samples weigh the more
+    the lower their entropy and the higher their PLPD.
+
+    Beyond the batch it needs a second pass, without gradients, of the sure samples with shuffled patches.
+
+    Args:
+        lr: Learning rate of the norms; by default 0.001 for a batch of 64, proportional to the batch size, and twice that
+            for a batch of 1.
+        margin: Entropy, in nats, below which a sample is sure; by default 0.5 ln C for C classes.
+        weight_margin: Entropy at which the weight for low entropy is 1; by default 0.4 ln C.
+        threshold: PLPD above which a sample is learned from: 0.2 for ViT (0.3 for ResNet-50 with BatchNorm).
+        grid: An image is cut into grid x grid patches. One that cannot be cut evenly is resized for the shuffle; how is
+            our choice.
+        entropy_weight: Factor of the weight for low entropy, exp(weight_margin - entropy).
+        plpd_weight: Factor of the weight for a high PLPD, exp(PLPD). With both factors 0, samples weigh the same.
+        momentum: Momentum of SGD.
+        blocks: Which blocks adapt: a number (the first so many) or indices; by default all but the last quarter, of which
+            at most three are left out (9 of 12, 21 of 24).
+        batch_size: Batch size for the default learning rate; by default that of the first batch.
+        reference: Behave as the authors' released code: matching by name leaves out blocks 9 to 11 of a 24-block model too.
+    """
+
+    paper = "Lee et al., ICLR 2024"
+    adapts = "norms of all but the last blocks"
+
+    def __init__(
+        self,
+        *,
+        lr: float | None = None,
+        margin: float | None = None,
+        weight_margin: float | None = None,
+        threshold: float = 0.2,
+        grid: int = 4,
+        entropy_weight: float = 1.0,
+        plpd_weight: float = 1.0,
+        momentum: float = 0.9,
+        blocks: int | Sequence[int] | None = None,
+        batch_size: int | None = None,
+        reference: bool = False,
+    ) -> None:
+        super().__init__(lr=lr, momentum=momentum, blocks=blocks, batch_size=batch_size, reference=reference)
+        require_between(0, math.inf, optional=True, margin=margin, weight_margin=weight_margin)
+        require_between(-1, 1, threshold=threshold)
+        require_between(0, math.inf, entropy_weight=entropy_weight, plpd_weight=plpd_weight)
+        require_whole(2, grid=grid)
+        self.margin = margin
+        self.weight_margin = weight_margin
+        self.threshold = threshold
+        self.grid = grid
+        self.entropy_weight = entropy_weight
+        self.plpd_weight = plpd_weight
+
+    def step(self, images: Tensor, engine: Engine) -> Step:
+        log_c = math.log(engine.num_classes)
+        margin = 0.5 * log_c if self.margin is None else self.margin
+        weight_margin = 0.4 * log_c if self.weight_margin is None else self.weight_margin
+
+        def objective(logits: Tensor, images: Tensor, orders: Tensor) -> tuple[Tensor, Tensor]:
+            h = entropy(logits)
+            h0 = h.detach()
+            sure = h0 < margin
+            plpd = torch.full_like(h0, -math.inf)
+            if sure.any():
+                with torch.no_grad():
+                    shuffled = engine.forward(shuffle(images[sure], orders[sure], self.grid))
+                plpd[sure] = difference(logits.detach()[sure], shuffled)
+            weight = self.entropy_weight * (weight_margin - h0).exp() + self.plpd_weight * plpd.exp()
+            return h * weight if self.entropy_weight or self.plpd_weight else h, plpd > self.threshold
+
+        sweep = engine.gradient(images, objective, given=(images, self.orders(images, engine)), selective=True)
+        if not sweep.used:
+            return Step(sweep.logits)
+        engine.update()
+        return Step(sweep.logits, sweep.used, sweep.loss)
+
+    def orders(self, images: Tensor, engine: Engine) -> Tensor:
+        """An order of the patches for each image, (batch, grid * grid)."""
+        places, count = engine.places(images)
+        keys = torch.rand(count, self.grid**2, generator=engine.rng)
+        return keys.argsort(-1).to(images.device)[places.to(images.device)]
+
+
+def difference(logits: Tensor, shuffled: Tensor) -> Tensor:
+    """The pseudo-label probability difference: what the predicted class loses when the patches are shuffled."""
+    predicted = logits.argmax(-1, keepdim=True)
+    return (logits.softmax(-1).gather(-1, predicted) - shuffled.softmax(-1).gather(-1, predicted)).squeeze(-1)
+
+
+def shuffle(images: Tensor, orders: Tensor, grid: int) -> Tensor:
+    """Images whose patch i, in reading order, is patch orders[:, i] of the original."""
+    size = images.shape[-2:]
+    even = tuple(max(1, side // grid) * grid for side in size)
+    if even != size:
+        images = F.interpolate(images, even, mode="bilinear", align_corners=False)
+    patches = images.unflatten(-2, (grid, -1)).unflatten(-1, (grid, -1)).permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
+    patches = patches[torch.arange(len(images), device=images.device)[:, None], orders]
+    images = patches.unflatten(1, (grid, grid)).permute(0, 3, 1, 4, 2, 5).flatten(-2).flatten(-3, -2)
+    return F.interpolate(images, size, mode="bilinear", align_corners=False) if even != size else images

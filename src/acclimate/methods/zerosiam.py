@@ -1,0 +1,69 @@
+"""ZeroSiam: An Efficient Siamese for Test-Time Entropy Optimization without Collapse (Chen et al., arXiv 2025)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..engine import Engine, entropy
+from ..errors import require_between
+from ..method import Step, register, scaled_lr
+from ._siamese import Siamese, divergence
+
+
+@register("zerosiam")
+class ZeroSiam(Siamese):
+    """Minimise the entropy behind a predictor, and keep that branch aligned with the plain one, which gets no gradient.
+
+    Entropy alone is lowest where everything is one class. Here a linear predictor stands between the features and the
+    head, on one of two branches: a collapse would drive the branches apart, which the alignment, a divergence in both
+    directions, forbids. Predictions come from the plain branch.
+
+    It needs nothing beyond the batch; both branches come from one pass.
+
+    Args:
+        lr: Learning rate of the norms; by default 0.005 for a batch of 64, proportional to the batch size, and twice that
+            for a batch of 1.
+        lr_predictor: Learning rate of the predictor; by default the same.
+        alignment: Weight of the divergence of the branches.
+        momentum: Momentum of SGD.
+        batch_size: Batch size for the default learning rates; by default that of the first batch.
+        reference: Accepted by every method; a step of the released code has no quirk to reproduce.
+    """
+
+    paper = "Chen et al., arXiv 2025"
+    adapts = "all norms, and a predictor before the head"
+
+    def __init__(
+        self,
+        *,
+        lr: float | None = None,
+        lr_predictor: float | None = None,
+        alignment: float = 1.0,
+        momentum: float = 0.9,
+        batch_size: int | None = None,
+        reference: bool = False,
+    ) -> None:
+        super().__init__(lr=lr, lr_predictor=lr_predictor, momentum=momentum, batch_size=batch_size, reference=reference)
+        require_between(0, math.inf, alignment=alignment)
+        self.alignment = alignment
+
+    def rates(self, batch_size: int) -> tuple[float, float]:
+        rate = 5 * scaled_lr(batch_size) * (2 if batch_size == 1 else 1)
+        return rate, rate
+
+    def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.groups(batch_size), momentum=self.momentum)
+
+    def step(self, images: Tensor, engine: Engine) -> Step:
+        def objective(logits: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+            plain, predicted = logits.detach(), engine.classify(features @ self.predictor.T)
+            apart = divergence(plain, predicted) + divergence(predicted, plain)
+            loss = entropy(predicted) + self.alignment * apart
+            return loss, torch.ones_like(loss, dtype=torch.bool)
+
+        sweep = engine.gradient(images, objective, forward=engine.forward_features)
+        engine.update()
+        return Step(sweep.logits, sweep.used, sweep.loss)
