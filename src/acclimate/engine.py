@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Objective = Callable[..., tuple[Tensor, Tensor]]
-"""Logits (batch, classes) to a loss per sample and a mask of the samples to learn from, each sample on its own.
+"""What a pass put out, first of all logits (batch, classes), and what was given with the samples, to a loss per sample and
+a mask of the samples to learn from, each sample on its own.
 
-Further arguments are what `gradient` was given for each sample. If a sample is several pictures (batch, views, channels,
-height, width), its logits are (batch, views, classes).
+If a sample is several pictures (batch, views, channels, height, width), its logits are (batch, views, classes).
 """
 
 MOST_WORKERS = 4  # each holds one micro-batch and one gradient
@@ -169,10 +169,28 @@ class Engine:
         if images.ndim == 5:
             return self.forward(images.flatten(0, 1)).unflatten(0, images.shape[:2])
         self._count(forward=len(images))
-        # no cache of casted weights: inside a caller's own autocast it would outlive the update of a weight
-        with torch.autocast(self.vit.device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False):
+        with self._autocast():
             logits = self._logits(images)
-        logits = logits if logits.dtype is torch.float64 else logits.float()
+        return self._target(logits)
+
+    def forward_features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and what entered the head, (batch, its width): logits and features."""
+        self._count(forward=len(images))
+        with self._autocast():
+            features, logits = self.vit.features(images)
+        return self._target(logits), _full(features)
+
+    def classify(self, features: Tensor) -> Tensor:
+        """Logits of the target's classes from what enters the head."""
+        with self._autocast():
+            return self._target(self.vit.head(features))
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        # no cache of casted weights: inside a caller's own autocast it would outlive the update of a weight
+        return torch.autocast(self.vit.device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False)
+
+    def _target(self, logits: Tensor) -> Tensor:
+        logits = _full(logits)
         return logits if self.classes is None else logits[:, self.classes]
 
     def predict(self, images: Tensor) -> Tensor:
@@ -186,12 +204,26 @@ class Engine:
             return self._unseen(images).logits
         return torch.cat(self._spread(work, (images,), selective=False))
 
+    def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, and what entered the head, without gradients."""
+
+        @torch.no_grad()
+        def work(parts: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, Tensor]]:
+            return [self.forward_features(part) for (part,) in parts]
+
+        if not len(images):
+            logits = self._unseen(images).logits
+            return logits, logits.new_zeros(0, self.vit.head.in_features)
+        pairs = [pair for run in self._spread(work, (images,), selective=False) for pair in run]
+        return torch.cat([logits for logits, _ in pairs]), torch.cat([features for _, features in pairs])
+
     def gradient(
         self,
         images: Tensor,
         objective: Objective,
         *,
         given: Sequence[Tensor] = (),
+        forward: Callable[..., tuple[Tensor, ...]] | None = None,
         among: Tensor | None = None,
         selective: bool = False,
     ) -> Sweep:
@@ -200,7 +232,9 @@ class Engine:
         Args:
             images: The batch.
             objective: Loss of each sample, and which samples to keep.
-            given: Tensors with one row per sample (weights, targets), which the objective gets after the logits.
+            given: What else belongs to the samples, one row each: the objective gets it after the pass's outputs.
+            forward: Another pass than the plain one, from images and what is given to one or more outputs, logits first
+                (`forward_features`, say). It has to treat each sample on its own.
             among: Mask of the samples that may be kept. The others are not passed at all, unless the samples interact.
             selective: Say that many may be rejected. It changes the cost, not the result.
 
@@ -210,27 +244,31 @@ class Engine:
         If ranks share the batch, the mean is over the samples that any of them keeps, and all ranks have to call this.
         """
 
+        batch = (images, *given)
         if among is not None and self.whole:
             objective = _restricted(objective, among)
         elif among is not None:
-            images, given = images[among], [rows[among] for rows in given]
+            batch = tuple(tensor[among] for tensor in batch)
+
+        def passed(part: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Tensor]:
+            outputs = (self.forward(part[0]),) if forward is None else forward(*part)
+            return outputs[0], *objective(*outputs, *part[1:])
 
         @torch.enable_grad()
         def work(parts: Sequence[tuple[Tensor, ...]]) -> tuple[list[Sweep], list[Tensor] | None]:
             sweeps: list[Sweep] = []
             total: list[Tensor] | None = None
             for part in parts:
-                sweep, loss = self._pass(objective, *part)
+                sweep, loss = self._pass(part, passed)
                 sweeps.append(sweep)
                 if loss is not None:
                     total = self._accumulate(total, loss)
             return sweeps, total
 
-        results = self._spread(work, (images, *given), selective) if len(images) else []
-        seen = [sweep for sweeps, _ in results for sweep in sweeps] or [self._unseen(images)]
+        results = self._spread(work, batch, selective) if len(batch[0]) else []
+        seen = [sweep for sweeps, _ in results for sweep in sweeps] or [self._unseen(batch[0])]
         sweep = Sweep(*(torch.cat([getattr(s, name) for s in seen]) for name in ("logits", "losses", "kept")))
-        if not sweep.logits.isfinite().all():
-            raise NonFiniteError("the logits of this batch are not finite; no update was applied.")
+        require_finite(sweep.logits)
         if self.ranks is not None:
             sweep.overall = self.ranks.mean(sweep.losses[sweep.kept])
         totals = [total for _, total in results if total is not None]
@@ -242,19 +280,20 @@ class Engine:
         losses = torch.zeros(0, dtype=torch.promote_types(images.dtype, torch.float32), device=images.device)
         return Sweep(losses.new_zeros(*images.shape[:-3], self.num_classes), losses, losses > 0)
 
-    def _pass(self, objective: Objective, images: Tensor, *given: Tensor) -> tuple[Sweep, Tensor | None]:
-        """Forward one micro-batch; the second result is the summed loss of what it keeps, with its graph."""
-        logits = self.forward(images)
-        losses, kept = objective(logits, *given)
+    def _pass(
+        self, part: tuple[Tensor, ...], passed: Callable[[tuple[Tensor, ...]], tuple[Tensor, Tensor, Tensor]]
+    ) -> tuple[Sweep, Tensor | None]:
+        """Pass one micro-batch; the second result is the summed loss of what it keeps, with its graph."""
+        logits, losses, kept = passed(part)
         sweep = Sweep(logits.detach(), losses.detach(), kept)
         if not sweep.used:
             return sweep, None
-        if 2 * sweep.used < len(images) and not self.whole:
+        if 2 * sweep.used < len(kept) and not self.whole:
             # a backward pass through everybody would cost more than a fresh pass of the few
             logits = losses = torch.empty(0)  # frees the large graph first
             self._count(backward=sweep.used)
-            return sweep, objective(self.forward(images[kept]), *(rows[kept] for rows in given))[0].sum()
-        self._count(backward=len(images))
+            return sweep, passed(tuple(tensor[kept] for tensor in part))[1].sum()
+        self._count(backward=len(kept))
         return sweep, losses[kept].sum()
 
     def _count(self, *, forward: int = 0, backward: int = 0) -> None:
@@ -434,11 +473,22 @@ class Engine:
         return float(torch.stack(moved).norm()) / max(self._source_norm, 1.0) if moved else 0.0
 
 
+def require_finite(*outputs: Tensor) -> None:
+    """Refuse to learn from a batch whose logits (or features) are not finite."""
+    if not all(output.isfinite().all() for output in outputs):
+        raise NonFiniteError("the logits of this batch are not finite; no update was applied.")
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """At least in float32."""
+    return tensor if tensor.dtype is torch.float64 else tensor.float()
+
+
 def _restricted(objective: Objective, among: Tensor) -> Objective:
     """The same losses, but nothing is kept outside of the mask over a whole batch."""
 
-    def restricted(logits: Tensor) -> tuple[Tensor, Tensor]:
-        losses, kept = objective(logits)
+    def restricted(*outputs: Tensor) -> tuple[Tensor, Tensor]:
+        losses, kept = objective(*outputs)
         return losses, kept & among
 
     return restricted

@@ -7,6 +7,7 @@ special about timm, Hugging Face and torchvision is in `_families.py`.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -205,7 +206,13 @@ class ViT:
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """What enters the head, (batch, width), and the logits that come out of it."""
         seen: list[Tensor] = []
-        hook = self.head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        here = threading.get_ident()
+
+        def look(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if threading.get_ident() == here:  # other threads pass other samples through the same head
+                seen.append(args[0])
+
+        hook = self.head.register_forward_pre_hook(look)
         try:
             logits = self.logits(images)
         finally:
