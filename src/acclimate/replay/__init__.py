@@ -34,9 +34,11 @@ OPTIONS = {
     "alpha": "alpha",
     "anchor_threshold": "threshold",
     "batch_size": "batch_size",
+    "beta": "beta",
     "class_indices": "classes",
     "dct_lr": "lr_generator",
     "ema_momentum": "decay",
+    "eta": "eta",
     "gamma": "gamma",
     "lambda_t": "lambda_t",
     "lambda_u": "lambda_u",
@@ -52,7 +54,10 @@ OPTIONS = {
     "nesterov": "nesterov",
     "niter": "iterations",
     "nu": "nu",
+    "num_neighbors": "neighbours",
     "q": "q",
+    "queue_size": "queue",
+    "refine_after": "refine_after",
     "reset_constant": "recovery",
     "restore_prob": "restore",
     "rho": "rho",
@@ -62,7 +67,7 @@ OPTIONS = {
     "weight_decay": "weight_decay",
 }
 # hyper-parameters that our implementations have no choice about, and the only value that fits them
-FIXED = {"steps": 1, "episodic": False}
+FIXED = {"steps": 1, "episodic": False, "distance": "cosine"}
 DESCRIPTIONS = {"optimizer", "n_generator_blocks", "params"}  # prose; implied by the tensors
 TRACE_TOLERANCE = 1e-5
 
