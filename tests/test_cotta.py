@@ -81,7 +81,16 @@ def test_restored_positions_are_a_bernoulli_draw(share):
 
 
 @pytest.mark.parametrize(
-    "options", [{"lr": -1}, {"views": 0}, {"views": 1.5}, {"restore": 2}, {"threshold": "low"}, {"teacher_momentum": 1.1}]
+    "options",
+    [
+        {"lr": -1},
+        {"nesterov": True, "momentum": 0},
+        {"views": 0},
+        {"views": 1.5},
+        {"restore": 2},
+        {"threshold": "low"},
+        {"teacher_momentum": 1.1},
+    ],
 )
 def test_bad_options(options):
     with pytest.raises(ConfigError, match=next(iter(options))):

@@ -121,7 +121,17 @@ def test_images_of_any_size_cannot_be_remembered():
 
 
 @pytest.mark.parametrize(
-    "options", [{"betas": (0.9,)}, {"betas": (0.9, 1.0)}, {"memory": 0}, {"every": 1.5}, {"nu": 2}, {"lambda_t": -1}]
+    "options",
+    [
+        {"betas": (0.9,)},
+        {"betas": 0.9},
+        {"betas": "ab"},
+        {"betas": (0.9, 1.0)},
+        {"memory": 0},
+        {"every": 1.5},
+        {"nu": 2},
+        {"lambda_t": -1},
+    ],
 )
 def test_bad_options(options):
     with pytest.raises(ConfigError, match=next(iter(options))):

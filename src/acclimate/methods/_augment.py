@@ -49,7 +49,7 @@ def jitter_and_move(pixels: Tensor, rng: torch.Generator, *, padding: str = "edg
     angle, scale = uniform(-15, 15, rng), uniform(0.9, 1.1, rng)
     right, down = uniform(-1 / 16, 1 / 16, rng), uniform(-1 / 16, 1 / 16, rng)  # of the padded size
     sigma = uniform(0.001, 0.5, rng)
-    mirrored = uniform(0, 1, rng) < 0.5
+    flip = uniform(0, 1, rng) < 0.5
     if not len(x):
         return x
     for change, factor in [list(changes.items())[i] for i in order]:
@@ -61,7 +61,7 @@ def jitter_and_move(pixels: Tensor, rng: torch.Generator, *, padding: str = "edg
     if blur:
         x = F.gaussian_blur(x, [5, 5], [sigma, sigma])
     x = F.center_crop(x, [height, width])
-    return F.horizontal_flip(x) if mirrored else x
+    return F.horizontal_flip(x) if flip else x
 
 
 def noisy_view(images: Tensor, noise: Tensor, engine: Engine) -> Tensor:
@@ -91,9 +91,7 @@ def augmix(picture: Tensor, rng: torch.Generator) -> Tensor:
     Three chains of one to three operations each, mixed with weights from Dirichlet(1, 1, 1), and that with the part itself
     by a weight from Beta(1, 1).
     """
-    x = resized_crop(picture[None], rng, least=0.08)
-    if uniform(0, 1, rng) < 0.5:
-        x = F.horizontal_flip(x)
+    x = mirrored(resized_crop(picture[None], rng, least=0.08), rng)
     x = (x.clamp(0, 1) * 255).round()
     weights = -torch.rand(3, generator=rng, dtype=torch.float64).clamp_min(1e-12).log()
     mixed = torch.zeros_like(x)
@@ -132,3 +130,30 @@ OPERATIONS: tuple[Callable[[Tensor, torch.Generator], Tensor], ...] = (
     lambda x, rng: _warp(x, move=(0, int(_signed(int(_level(x.shape[-2] / 3, rng)), rng)))),
     lambda x, rng: F.posterize(x, 4 - int(_level(4, rng))),
 )
+
+
+def mirrored(picture: Tensor, rng: torch.Generator) -> Tensor:
+    """Half of the time."""
+    return F.horizontal_flip(picture) if uniform(0, 1, rng) < 0.5 else picture
+
+
+def moco_view(picture: Tensor, rng: torch.Generator) -> Tensor:
+    """MoCo v2's random view without its crop: colours, grey, blur, mirror."""
+    x = picture.clamp(0, 1)
+    if uniform(0, 1, rng) < 0.8:
+        changes: list[tuple[Callable[[Tensor, float], Tensor], float]] = [
+            (F.adjust_brightness, uniform(0.6, 1.4, rng)),
+            (F.adjust_contrast, uniform(0.6, 1.4, rng)),
+            (F.adjust_saturation, uniform(0.6, 1.4, rng)),
+            (F.adjust_hue, uniform(-0.1, 0.1, rng)),
+        ]
+        usable = len(changes) if x.shape[-3] == 3 else 2  # the last two are of colours
+        for i in torch.randperm(usable, generator=rng).tolist():
+            x = changes[i][0](x, changes[i][1])
+    if uniform(0, 1, rng) < 0.2 and x.shape[-3] == 3:
+        x = F.rgb_to_grayscale(x, num_output_channels=3)
+    if uniform(0, 1, rng) < 0.5:
+        sigma = uniform(0.1, 2, rng)
+        size = 2 * math.ceil(3 * sigma) + 1
+        x = F.gaussian_blur(x, [size, size], [sigma, sigma])
+    return mirrored(x, rng)

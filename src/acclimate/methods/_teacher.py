@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import Engine
+from ..errors import ConfigError
 from ..vit import ViT, require
 
 
@@ -42,6 +43,12 @@ def blend(tensors: Sequence[Tensor], others: Sequence[Tensor], share: float) -> 
     """In place: share * tensors + (1 - share) * others."""
     torch._foreach_mul_(list(tensors), share)
     torch._foreach_add_(list(tensors), list(others), alpha=1 - share)
+
+
+def require_nesterov(nesterov: bool, momentum: float) -> None:
+    """Refuse what SGD would refuse at the first step only."""
+    if nesterov and not momentum:
+        raise ConfigError(f"nesterov={nesterov}: Nesterov's momentum needs a momentum above 0.")
 
 
 def symmetric_cross_entropy(logits: Tensor, others: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ..errors import require_between, require_whole
 from ..method import Method, Step, register
 from ..vit import ViT
 from ._augment import noisy_view
-from ._teacher import Teacher, symmetric_cross_entropy, weights_and_biases
+from ._teacher import Teacher, require_nesterov, symmetric_cross_entropy, weights_and_biases
 
 
 @register("cotta")
@@ -60,6 +60,7 @@ class CoTTA(Method):
         require_between(0, math.inf, lr=lr)
         require_between(0, 1, momentum=momentum, teacher_momentum=teacher_momentum, threshold=threshold, restore=restore)
         require_whole(1, views=views)
+        require_nesterov(nesterov, momentum)
         self.lr = lr
         self.momentum = momentum
         self.nesterov = nesterov

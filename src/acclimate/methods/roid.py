@@ -17,7 +17,7 @@ from ..errors import InputError, NonFiniteError, require_between
 from ..method import Method, Step, register
 from ..vit import ViT, parameters_of
 from ._augment import jitter_and_move
-from ._teacher import blend, symmetric_cross_entropy
+from ._teacher import blend, require_nesterov, symmetric_cross_entropy
 
 
 @register("roid")
@@ -65,6 +65,7 @@ class ROID(Method):
         require_between(0, math.inf, lr=lr)
         require_between(0, 1, momentum=momentum, decay=decay, source_momentum=source_momentum)
         require_between(1e-6, math.inf, temperature=temperature)
+        require_nesterov(nesterov, momentum)
         self.lr = lr
         self.momentum = momentum
         self.nesterov = nesterov

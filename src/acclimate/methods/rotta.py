@@ -65,7 +65,8 @@ class RoTTA(Method):
         require_between(0, math.inf, lr=lr, lambda_t=lambda_t, lambda_u=lambda_u)
         require_between(0, 1, nu=nu)
         require_whole(1, memory=memory, every=every)
-        if isinstance(betas, str) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        numbers = [beta for beta in betas if isinstance(beta, (int, float))] if isinstance(betas, Sequence) else []
+        if len(numbers) != 2 or len(betas) != 2 or not all(0 <= beta < 1 for beta in numbers):
             raise ConfigError(f"betas={betas!r}: give two numbers from 0 to below 1.")
         self.lr = lr
         self.betas = tuple(float(beta) for beta in betas)

@@ -37,6 +37,7 @@ OPTIONS = {
     "alpha": "alpha",
     "anchor_threshold": "threshold",
     "batch_size": "batch_size",
+    "beta": "beta",
     "bound_lambda": "weight",
     "class_indices": "classes",
     "d_margin": "redundancy",
@@ -45,6 +46,7 @@ OPTIONS = {
     "e_margin": "margin",
     "ema_momentum": "decay",
     "entropy_weight": "entropy_weight",
+    "eta": "eta",
     "filter_k": "supports_per_class",
     "fisher_alpha": "fisher_weight",
     "force_symmetry": "symmetric",
@@ -65,11 +67,14 @@ OPTIONS = {
     "nesterov": "nesterov",
     "niter": "iterations",
     "nu": "nu",
+    "num_neighbors": "neighbours",
     "patch_len": "grid",
     "plpd_threshold": "threshold",
     "predictor_lr": "lr_predictor",
     "probs_momentum": "decay",
     "q": "q",
+    "queue_size": "queue",
+    "refine_after": "refine_after",
     "reset_constant": "recovery",
     "reset_period": "period",
     "restore_prob": "restore",
@@ -83,7 +88,7 @@ OPTIONS = {
     "weight_margin": "weight_margin",
 }
 # hyper-parameters that our implementations have no choice about, and the only value that fits them
-FIXED = {"steps": 1, "episodic": False, "uncertainty_mass": COME_MASS}
+FIXED = {"steps": 1, "episodic": False, "uncertainty_mass": COME_MASS, "distance": "cosine"}
 DESCRIPTIONS = {"optimizer", "n_generator_blocks", "fisher_batch_size", "params"}  # prose; implied by the tensors
 TRACE_TOLERANCE = 1e-5
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..adapter import Adapter
 from ..engine import Engine
 from ..method import Step
+from ..methods.adacontrast import AdaContrast
 from ..methods.cmf import CMF
 from ..methods.cotta import CoTTA
 from ..methods.memo import MEMO
 from ..methods.roid import ROID
 from ..methods.rotta import EMPTY, RoTTA
+from ..vit import ViT
 from . import TRACE_TOLERANCE, Recording, Result, adapted_parameters, replays, run
 
 
@@ -186,4 +188,45 @@ def _rotta(recording: Recording) -> Result:
     result = run(recording, Recorded, final)
     result.compare("trace loss", torch.tensor(losses), expected, TRACE_TOLERANCE)
     result.compare("trace memory_sample_ids", torch.tensor(memories), recording.tensors["trace/memory_sample_ids"], 0)
+    return result
+
+
+@replays("AdaContrast (online port)")
+def _adacontrast(recording: Recording) -> Result:
+    labels: list[Tensor] = []
+
+    class Recorded(AdaContrast):
+        """AdaContrast with the recorded views and the recorded queue to begin with."""
+
+        augments = False
+
+        def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+            adapted = super().attach(vit, rng)
+            self.queue_features.copy_(recording.tensors["extra/queue_features"].T)
+            self.queue_labels.copy_(recording.tensors["extra/queue_labels"])
+            return adapted
+
+        def views(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor, Tensor]:
+            weak, query, key = (recording.tensors[f"extra/{v}/{len(labels)}"] for v in ("weak", "strong_q", "strong_k"))
+            return weak, query, key
+
+        def pseudo_labels(self, logits: Tensor, features: Tensor) -> Tensor:
+            labels.append(super().pseudo_labels(logits, features))
+            return labels[-1]
+
+    def final(adapter: Adapter) -> dict[str, Tensor]:
+        method: Any = adapter.method
+        held = min(int(method.seen), method.queue)
+        return {
+            **_all_parameters(adapter),
+            **_all_parameters(adapter, "momentum_model."),
+            **_averaged(adapter, "momentum_model.", method.teacher.weights),
+            "bank_features": method.bank_features[:held],
+            "bank_probs": method.bank_probabilities[:held],
+            "queue_features": method.queue_features.T,
+            "queue_labels": method.queue_labels,
+        }
+
+    result = run(recording, Recorded, final, trace_tolerance=1e-4)
+    result.compare("trace pseudo_labels", torch.stack(labels), recording.tensors["trace/pseudo_labels"], 0)
     return result

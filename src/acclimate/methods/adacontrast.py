@@ -1,0 +1,192 @@
+"""AdaContrast: Contrastive Test-Time Adaptation (Chen et al., CVPR 2022)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..engine import Engine
+from ..errors import require_between, require_whole
+from ..method import Method, Step, register
+from ..vit import ViT
+from ._augment import mirrored, moco_view
+from ._teacher import Teacher, require_nesterov, weights_and_biases
+
+
+@register("adacontrast")
+class AdaContrast(Method):
+    """Learn refined pseudo labels, tell samples of other classes apart, and use all classes.
+
+    A weakly augmented view gets a label: the vote of its nearest neighbours in a bank of features and predictions. A
+    strongly augmented view learns that label; its feature is to resemble that of another strong view, encoded by an averaged
+    model, and none of a queue of earlier features with other labels; and the mean prediction is to be diverse. The logits
+    come from after the update. The diversity of a single image is the entropy of its prediction, which is then raised.
+
+    The paper makes several passes over the target data. This is the online form of later benchmarks: one pass, a constant
+    learning rate for all layers, plain labels until the bank has some samples, and views without crops.
+
+    Needs the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`), and memory for the averaged model.
+
+    Args:
+        lr: Learning rate.
+        momentum: Momentum of SGD.
+        nesterov: Nesterov's momentum.
+        weight_decay: Weight decay.
+        teacher_momentum: Share of the averaged model that stays at each step.
+        queue: Features in the queue, and samples in the bank.
+        neighbours: How many of the bank vote.
+        refine_after: Samples after which they do.
+        temperature: Of the contrast.
+        alpha: Weight of the pseudo labels.
+        beta: Weight of the contrast.
+        eta: Weight of the diversity.
+        reference: Behave as the released code and its online port: the queue's labels are replaced by this batch's before
+            they are compared, while its features are still the old ones, and the bank's first samples to be replaced are
+            its newest.
+    """
+
+    paper = "Chen et al., CVPR 2022"
+    adapts = "weights and biases of all layers, and their average"
+    augments = True
+    predicts_after = True
+    quick: ClassVar = {"queue": 16, "neighbours": 3, "refine_after": 8}
+
+    def __init__(
+        self,
+        *,
+        lr: float = 0.0002,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        weight_decay: float = 0.0001,
+        teacher_momentum: float = 0.999,
+        queue: int = 16_384,
+        neighbours: int = 10,
+        refine_after: int = 1024,
+        temperature: float = 0.07,
+        alpha: float = 1.0,
+        beta: float = 1.0,
+        eta: float = 1.0,
+        reference: bool = False,
+    ) -> None:
+        super().__init__()
+        require_between(0, math.inf, lr=lr, weight_decay=weight_decay, alpha=alpha, beta=beta, eta=eta)
+        require_between(0, 1, momentum=momentum, teacher_momentum=teacher_momentum)
+        require_nesterov(nesterov, momentum)
+        require_between(1e-6, math.inf, temperature=temperature)
+        require_whole(1, queue=queue, neighbours=neighbours, refine_after=refine_after)
+        self.lr = lr
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.weight_decay = weight_decay
+        self.teacher_momentum = teacher_momentum
+        self.queue = queue
+        self.neighbours = neighbours
+        self.refine_after = refine_after
+        self.temperature = temperature
+        self.alpha = alpha
+        self.beta = beta
+        self.eta = eta
+        self.reference = reference
+
+    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+        self._adapted = weights_and_biases(vit)
+        self.teacher = Teacher(self._adapted)
+        width = vit.head.in_features
+        self.queue_features: Tensor
+        self.queue_labels: Tensor
+        self.queue_at: Tensor
+        self.bank_features: Tensor
+        self.bank_probabilities: Tensor
+        self.bank_at: Tensor
+        self.seen: Tensor
+        noise = F.normalize(torch.randn(self.queue, width, generator=rng), dim=-1)
+        labels = torch.randint(vit.classes, (self.queue,), generator=rng)
+        self.register_buffer("queue_features", noise.to(vit.device))
+        self.register_buffer("queue_labels", labels.to(vit.device))
+        self.register_buffer("queue_at", torch.tensor(0))  # where the next entries go
+        self.register_buffer("bank_features", torch.zeros(self.queue, width, device=vit.device))
+        self.register_buffer("bank_probabilities", torch.zeros(self.queue, vit.classes, device=vit.device))
+        self.register_buffer("bank_at", torch.tensor(0))
+        self.register_buffer("seen", torch.tensor(0))  # samples
+        return self._adapted
+
+    def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self._adapted, self.lr, self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov)
+
+    def step(self, images: Tensor, engine: Engine) -> Step:
+        weak, query, key = self.views(images, engine)
+        labels = self.pseudo_labels(*engine.features(weak))
+        average = [m.lerp(p.detach(), 1 - self.teacher_momentum) for m, p in zip(self.teacher.weights, engine.parameters)]
+        with engine.standing_at(average):
+            keys = F.normalize(engine.features(key)[1], dim=-1)
+        all_keys, all_labels = engine.gather(keys), engine.gather(labels)
+        entries = ring(int(self.queue_at), len(all_labels), self.queue)
+        new_labels = self.queue_labels.clone()
+        new_labels[entries] = all_labels[-self.queue :]
+        known = new_labels if self.reference else self.queue_labels
+        mean = engine.gather(engine.predict(query)).softmax(-1).mean(0)
+        log_mean = mean.clamp_min(1e-30).log()
+
+        def objective(logits: Tensor, features: Tensor, label: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+            feature = F.normalize(features, dim=-1)
+            others = (feature @ self.queue_features.to(feature).T).masked_fill(label[:, None] == known, -math.inf)
+            contrast = torch.cat([(feature * key).sum(-1, keepdim=True), others], dim=-1) / self.temperature
+            loss = self.alpha * F.cross_entropy(logits, label, reduction="none")
+            loss = loss - self.beta * contrast.log_softmax(-1)[:, 0]
+            # with a constant log q, sum p log q has the mean and the gradient of sum q log q, q being the mean of p
+            loss = loss + self.eta * (logits.softmax(-1) * log_mean).sum(-1)
+            return loss, torch.ones_like(loss, dtype=torch.bool)
+
+        sweep = engine.gradient(query, objective, given=[labels, keys], forward=lambda x, *_: engine.forward_features(x))
+        engine.update()
+        with torch.no_grad():
+            torch._foreach_copy_(self.teacher.weights, average)
+        self.queue_features[entries] = all_keys[-self.queue :].to(self.queue_features)
+        self.queue_labels.copy_(new_labels)
+        self.queue_at.fill_((int(self.queue_at) + len(all_labels)) % self.queue)
+        with engine.standing_at(self.teacher.weights):
+            logits, features = engine.features(weak)
+        self.remember(engine.gather(features), engine.gather(logits.softmax(-1)))
+        return Step(engine.predict(images), used=sweep.used, loss=sweep.loss)
+
+    def views(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor, Tensor]:
+        """A weak and two strong views of each image, each with its own random numbers."""
+        places, total = engine.places(images)
+        seeds = torch.randint(2**62, (total,), generator=engine.rng)[places].tolist()
+        made = [images.new_zeros(0, 3, *images.shape[1:])]
+        for picture, seed in zip(engine.to_pixels(images), seeds):
+            rng = torch.Generator().manual_seed(seed)
+            made.append(torch.stack([mirrored(picture, rng), moco_view(picture, rng), moco_view(picture, rng)])[None])
+        weak, query, key = engine.from_pixels(torch.cat(made)).unbind(1)
+        return weak, query, key
+
+    def pseudo_labels(self, logits: Tensor, features: Tensor) -> Tensor:
+        """The vote of the nearest neighbours, or, while the bank knows little, the plain prediction."""
+        if int(self.seen) < self.refine_after:
+            return logits.argmax(-1)
+        held = min(int(self.seen), self.queue)
+        bank = F.normalize(self.bank_features[:held], dim=-1)
+        nearest = (F.normalize(features, dim=-1).to(bank) @ bank.T).topk(min(self.neighbours, held)).indices
+        return self.bank_probabilities[:, : logits.shape[-1]][nearest].mean(1).argmax(-1)
+
+    def remember(self, features: Tensor, probabilities: Tensor) -> None:
+        """Put a batch into the bank, when it is full in the place of an earlier one."""
+        count, held = len(features), min(int(self.seen), self.queue)
+        lagging = self.reference and held < self.queue  # the port appends, and its pointer stays a batch behind
+        entries = ring(held if lagging else int(self.bank_at), count, self.queue)
+        self.bank_features[entries] = features[-self.queue :].to(self.bank_features)
+        self.bank_probabilities[entries, : probabilities.shape[-1]] = probabilities[-self.queue :].to(self.bank_features)
+        after = min(held + count, self.queue)
+        self.bank_at.fill_((int(self.bank_at) + count) % (after if lagging else self.queue))
+        self.seen += count
+
+
+def ring(start: int, count: int, size: int) -> Tensor:
+    """Where the last of so many entries go in a ring, none in the place of another."""
+    kept = min(count, size)
+    return (start + count - kept + torch.arange(kept)) % size
