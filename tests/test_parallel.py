@@ -25,7 +25,12 @@ from acclimate.check import same, tiny_batches, tiny_vit
 from acclimate.engine import entropy
 
 CUTS = (4, 1, 6, 3, 0)  # rank 0 takes so many of a batch of six, rank 1 the rest
-OPTIONS = {"tent": {"lr": 0.02}, "sar": {"lr": 0.02}, "dct": {"lr": 0.02, "lr_generator": 0.02}}
+OPTIONS = {
+    "tent": {"lr": 0.02},
+    "sar": {"lr": 0.02},
+    "dct": {"lr": 0.02, "lr_generator": 0.02},
+    "spa": {"lr_noise": 0.05, "mean": 0.5, "std": 0.5},
+}
 TINTS = 2 * torch.randn(20, 16, 3, 1, 1, generator=torch.Generator().manual_seed(0))
 VARIED = [images + tint for images, tint in zip(tiny_batches(20, 16, seed=11), TINTS)]  # predicted as all kinds of classes
 SECONDS = 60  # a wait that lasts longer is a deadlock
@@ -99,7 +104,7 @@ def dct(rank, folder):
     return go(wrap("dct"), tiny_batches(5))
 
 
-BESIDE = ("t3a", "lame", "deyo", "zerosiam")  # methods that compare, remember or shuffle samples
+BESIDE = ("t3a", "lame", "deyo", "zerosiam", "spa")  # methods that compare, remember or shuffle samples
 SCENES |= {name: lambda rank, folder, name=name: go(wrap(name), tiny_batches(5)) for name in BESIDE}
 
 
@@ -404,7 +409,8 @@ def require_one_run(ranks, alone, tolerance=1e-5):
     same(ranks[0]["state"], ranks[1]["state"], "ranks")
     assert ranks[0]["records"] == ranks[1]["records"]
     for name, expected in alone["state"].items():
-        torch.testing.assert_close(ranks[0]["state"][name], expected, atol=1e-5, rtol=1e-5, equal_nan=True, msg=name)
+        mine = ranks[0]["state"][name]
+        torch.testing.assert_close(mine, expected, atol=tolerance, rtol=tolerance, equal_nan=True, msg=name)
     for *shares, expected in zip(ranks[0]["logits"], ranks[1]["logits"], alone["logits"]):
         torch.testing.assert_close(torch.cat(shares), expected, atol=tolerance, rtol=tolerance)
     for record, expected in zip(ranks[0]["records"], alone["records"]):

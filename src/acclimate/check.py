@@ -315,10 +315,11 @@ def caller_without_gradients(case: Case) -> None:
 
 
 def micro_batches_do_not_matter(case: Case) -> None:
-    whole, parts = case.run(case.wrap(micro_batch=6)), case.run(case.wrap(micro_batch=4))
+    # in float64, where rounding is no excuse
+    whole, parts = (case.run(case.wrap(tiny_vit(case.family).double(), micro_batch=size)) for size in (6, 4))
     for name, p in whole.engine.named.items():
         difference = float((parts.engine.named[name] - p).detach().abs().max())
-        assert difference < 1e-5, f"{name} differs by {difference:.1e}"
+        assert difference < 1e-6, f"{name} differs by {difference:.1e}"
 
 
 CHECKS: dict[str, Callable[[Case], None]] = {

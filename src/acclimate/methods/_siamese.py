@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..engine import Engine
 from ..errors import require_between
 from ..method import Method
 from ..vit import ViT, parameters_of
@@ -19,17 +21,13 @@ class Siamese(Method):
     Both are adapted by SGD, each at its own learning rate. Predictions come from the branch without the predictor.
     """
 
-    def __init__(
-        self, *, lr: float | None, lr_predictor: float | None, momentum: float, batch_size: int | None, reference: bool
-    ) -> None:
+    def __init__(self, *, lr: float | None, lr_predictor: float | None, momentum: float, reference: bool) -> None:
         super().__init__()
         require_between(0, math.inf, optional=True, lr=lr, lr_predictor=lr_predictor)
         require_between(0, 1, momentum=momentum)
-        require_between(1, math.inf, optional=True, batch_size=batch_size)
         self.lr = lr
         self.lr_predictor = lr_predictor
         self.momentum = momentum
-        self.batch_size = batch_size
         self.reference = reference
 
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
@@ -37,17 +35,16 @@ class Siamese(Method):
         self.predictor = nn.Parameter(torch.eye(vit.head.in_features, dtype=vit.dtype, device=vit.device))
         return [*self._norms, self.predictor]
 
-    def rates(self, batch_size: int) -> tuple[float, float]:
-        """Default learning rates of the norms and of the predictor."""
-        raise NotImplementedError
-
-    def groups(self, batch_size: int) -> list[dict[str, object]]:
-        """The optimizer's two groups."""
-        norms, predictor = self.rates(self.batch_size or batch_size)
+    def groups(self, lr: float, lr_predictor: float) -> list[dict[str, Any]]:
+        """The optimizer's groups, at the learning rates that were chosen or else at these."""
         return [
-            {"params": self._norms, "lr": norms if self.lr is None else self.lr},
-            {"params": [self.predictor], "lr": predictor if self.lr_predictor is None else self.lr_predictor},
+            {"params": self._norms, "lr": lr if self.lr is None else self.lr},
+            {"params": [self.predictor], "lr": lr_predictor if self.lr_predictor is None else self.lr_predictor},
         ]
+
+    def predicted(self, features: Tensor, engine: Engine) -> Tensor:
+        """Logits of the branch with the predictor."""
+        return engine.classify(features @ self.predictor.to(features.dtype).T)
 
 
 def divergence(p: Tensor, q: Tensor) -> Tensor:

@@ -46,20 +46,20 @@ class ZeroSiam(Siamese):
         batch_size: int | None = None,
         reference: bool = False,
     ) -> None:
-        super().__init__(lr=lr, lr_predictor=lr_predictor, momentum=momentum, batch_size=batch_size, reference=reference)
+        super().__init__(lr=lr, lr_predictor=lr_predictor, momentum=momentum, reference=reference)
         require_between(0, math.inf, alignment=alignment)
+        require_between(1, math.inf, optional=True, batch_size=batch_size)
         self.alignment = alignment
-
-    def rates(self, batch_size: int) -> tuple[float, float]:
-        rate = 5 * scaled_lr(batch_size) * (2 if batch_size == 1 else 1)
-        return rate, rate
+        self.batch_size = batch_size
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.groups(batch_size), momentum=self.momentum)
+        batch_size = self.batch_size or batch_size
+        rate = scaled_lr(batch_size, 0.005) * (2 if batch_size == 1 else 1)
+        return torch.optim.SGD(self.groups(rate, rate), momentum=self.momentum)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         def objective(logits: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-            plain, predicted = logits.detach(), engine.classify(features @ self.predictor.T)
+            plain, predicted = logits.detach(), self.predicted(features, engine)
             apart = divergence(plain, predicted) + divergence(predicted, plain)
             loss = entropy(predicted) + self.alignment * apart
             return loss, torch.ones_like(loss, dtype=torch.bool)

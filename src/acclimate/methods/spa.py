@@ -1,0 +1,162 @@
+"""SPA: Self-Bootstrapping for Versatile Test-Time Adaptation (Niu et al., ICML 2025)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..engine import Engine, require_finite
+from ..errors import require_between
+from ..method import Step, register
+from ..vit import ViT
+from ._siamese import Siamese, divergence
+
+
+@register("spa")
+class SPA(Siamese):
+    """Learn to predict of a deteriorated view what is predicted of the image itself.
+
+    One view lacks some of the image's low frequencies, the other is mixed with Gaussian noise, patch by patch in a
+    proportion that is learned to make the task hard. The views pass through a linear predictor before the head; the image
+    itself does not, and is the target where its prediction is the surer one. The loss is the divergence from target to
+    view, averaged over these samples for each view, and summed.
+
+    Beyond the batch it needs the model's normalisation, to know the range of pixels, and two more passes.
+
+    Args:
+        lr: Learning rate of the norms. The authors give none for other batch sizes than 64; so it does not follow them.
+        lr_predictor: Learning rate of the predictor.
+        noise: Mean proportion of noise, over the patches.
+        dropped_frequencies: Share of the low frequencies that are removed.
+        low_frequencies: Side of the square of low frequencies, as a share of the spectrum's.
+        lr_noise: Learning rate of the patches' proportions, which ascend the loss.
+        momentum: Momentum of SGD.
+        momentum_noise: The same, for these proportions.
+        reference: Behave as the authors' released code, which clips the noisy view to [-1, 1], whatever the model's
+            normalisation is. By default it is clipped to what pixels can be.
+
+    Ours: the noise has one proportion for each of the model's own patches (16 pixels in ViT-B/16, as the authors have), and
+    a view without a sample to learn from adds nothing; without any, no step is taken.
+    """
+
+    paper = "Niu et al., ICML 2025"
+    adapts = "all norms, a predictor before the head, and noise"
+    augments = True
+
+    def __init__(
+        self,
+        *,
+        lr: float = 0.01,
+        lr_predictor: float = 0.05,
+        noise: float = 0.4,
+        dropped_frequencies: float = 0.2,
+        low_frequencies: float = 0.2,
+        lr_noise: float = 1.0,
+        momentum: float = 0.9,
+        momentum_noise: float = 0.9,
+        reference: bool = False,
+    ) -> None:
+        super().__init__(lr=lr, lr_predictor=lr_predictor, momentum=momentum, reference=reference)
+        require_between(0, math.inf, lr=lr, lr_predictor=lr_predictor, lr_noise=lr_noise)
+        require_between(
+            0,
+            1,
+            noise=noise,
+            dropped_frequencies=dropped_frequencies,
+            low_frequencies=low_frequencies,
+            momentum_noise=momentum_noise,
+        )
+        self.noise = noise
+        self.dropped_frequencies = dropped_frequencies
+        self.low_frequencies = low_frequencies
+        self.lr_noise = lr_noise
+        self.momentum_noise = momentum_noise
+
+    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+        side = math.isqrt(vit.tokens - 1)
+        # its square is the proportion of noise
+        alpha = torch.full((side, side), math.sqrt(self.noise), dtype=vit.dtype, device=vit.device)
+        self.alpha = nn.Parameter(alpha)
+        return [*super().attach(vit, rng), self.alpha]
+
+    def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        ascent = {"params": [self.alpha], "lr": self.lr_noise, "momentum": self.momentum_noise, "maximize": True}
+        return torch.optim.SGD([*self.groups(0.01, 0.05), ascent], momentum=self.momentum)
+
+    def step(self, images: Tensor, engine: Engine) -> Step:
+        noise, keep = self.draw(images, engine)
+        target = engine.predict(images)
+        require_finite(target)
+
+        def predicted(view: Tensor, *_: Tensor) -> tuple[Tensor]:
+            return (self.predicted(engine.forward_features(view)[1], engine),)
+
+        def noisy(images: Tensor, *_: Tensor) -> tuple[Tensor]:
+            return predicted(self.clip(mix(images, noise, self.alpha), engine))
+
+        blurred = engine.gradient(drop(images, keep), surer, given=(target,), forward=predicted, selective=True)
+        gradient = [p.grad for p in engine.parameters if p.grad is not None]
+        mixed = engine.gradient(images, surer, given=(target,), forward=noisy, selective=True)
+        used = int(engine.gather(blurred.kept | mixed.kept).sum())
+        if not used:
+            return Step(target)
+        if not mixed.used:
+            engine.zero_gradient()
+        engine.amend_gradient(plus=gradient or None)
+        engine.update()
+        with torch.no_grad():
+            length = self.alpha.square().mean().clamp_min(torch.finfo(self.alpha.dtype).tiny)
+            self.alpha.mul_((self.noise / length).sqrt()).clamp_(-1, 1)
+        return Step(target, used, sum(sweep.loss for sweep in (blurred, mixed) if sweep.used))
+
+    def draw(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor]:
+        """Noise, the same for all images, and which low frequencies each image and channel keeps."""
+        places, count = engine.places(images)
+        channels, *size = images.shape[1:]
+        top, left = low_frequencies(size, self.low_frequencies)
+        noise = torch.randn(channels, *size, generator=engine.rng)
+        keep = torch.rand(count, channels, 2 * top, 2 * left, generator=engine.rng) >= self.dropped_frequencies
+        return noise.to(images), keep[places.cpu()].to(images.device)
+
+    def clip(self, images: Tensor, engine: Engine) -> Tensor:
+        if self.reference:
+            return images.clamp(-1, 1)
+        return engine.from_pixels(engine.to_pixels(images).clamp(0, 1))
+
+
+def surer(view: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Divergence from target to view, where the target is the surer one."""
+    return divergence(target, view), target.softmax(-1).amax(-1) > view.detach().softmax(-1).amax(-1)
+
+
+def mix(images: Tensor, noise: Tensor, alpha: Tensor) -> Tensor:
+    """Each patch with its own proportion of noise."""
+    share = F.interpolate(alpha.square()[None, None], images.shape[-2:], mode="nearest")
+    return (1 - share) * images + share * noise
+
+
+def low_frequencies(size: Sequence[int], share: float) -> tuple[int, int]:
+    """So many rows and columns of frequencies, to either side of zero, are low."""
+    height, width = size
+    return int(height * share / 2), int(width * share / 2)
+
+
+def drop(images: Tensor, keep: Tensor) -> Tensor:
+    """Images without the low frequencies that `keep`, (batch, channels, rows, columns) around zero, leaves out.
+
+    A real picture's spectrum is the same, conjugated, at opposite frequencies. So what is kept of the rows above zero, and
+    to the right in row zero, is kept of their opposites; the other flags have no say.
+    """
+    spectrum = torch.fft.fft2(images.to(torch.promote_types(images.dtype, torch.float32)))
+    top, left = keep.shape[-2] // 2, keep.shape[-1] // 2
+    rows, columns, right = (torch.arange(a, b) for a, b in ((-top, 0), (-left, left), (0, left)))
+    kept = torch.ones_like(spectrum, dtype=torch.bool)
+    for sign in (1, -1):
+        kept[..., sign * rows[:, None], sign * columns] = keep[..., :top, :]
+        if top:
+            kept[..., 0, sign * right] = keep[..., top, left:]
+    return torch.fft.ifft2(spectrum * kept).real.to(images.dtype)
