@@ -97,7 +97,7 @@ def scaled_lr(batch_size: int, at_64: float = 0.001) -> float:
 
 M = TypeVar("M", bound=type[Method])
 _REGISTRY: dict[str, type[Method]] = {}
-_FIRST = ("source", "tent", "sar", "dct")  # in lists; the other built-in methods follow by name
+_FIRST = ("source", "tent", "sar", "dct")  # in lists; the others follow by name
 
 
 def register(name: str) -> Callable[[M], M]:
@@ -122,7 +122,7 @@ def register(name: str) -> Callable[[M], M]:
 def list_methods() -> list[str]:
     """Names of all registered methods."""
     _load_built_in()
-    return list(_REGISTRY)
+    return [*_FIRST, *sorted(_REGISTRY.keys() - set(_FIRST))]
 
 
 def find(method: str | type[Method]) -> type[Method]:

@@ -26,12 +26,17 @@ def _list() -> None:
     from ..method import find, list_methods
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("method", "adapts", "paper"):
+    table.add_column("method", no_wrap=True)
+    for column in ("adapts", "beyond the batch", "one image", "paper"):
         table.add_column(column)
     for name in list_methods():
         cls = find(name)
-        table.add_row(name, cls.adapts, cls.paper)
+        statistics = [f"source statistics ({', '.join(cls.needs)})"] if cls.needs else []
+        needs = [*statistics, *(["augmentation"] if cls.augments else [])]
+        alone = "no" if "batch_of_one" in cls.exceptions else "yes"
+        table.add_row(name, cls.adapts, ", ".join(needs) or "nothing", alone, cls.paper)
     Console().print(table)
+    print("\nOne image: whether a stream of single images can be adapted to. `acclimate methods NAME` explains one.")
 
 
 def _explain(name: str) -> None:
