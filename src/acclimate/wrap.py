@@ -87,7 +87,7 @@ def adapt(
             precision=precision,
             compile=compile,
             seed=seed,
-            source=source if source is None or isinstance(source, SourceStatistics) else SourceStatistics.load(source),
+            source=SourceStatistics.given(source),
             ranks=ranks,
         )
 
