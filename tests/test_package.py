@@ -39,6 +39,14 @@ def test_wrapping_a_timm_model_does_not_import_transformers():
     assert "transformers" not in loaded
 
 
+@pytest.mark.parametrize("first", ["tent", "sar", "eta", "dct"])
+def test_any_method_may_be_imported_first(first):
+    """As when it comes out of a pickle; the order of the list does not depend on it."""
+    code = f"import acclimate.methods.{first}, acclimate; print('names', *acclimate.list_methods())"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.split()[1:] == acclimate.list_methods()
+
+
 def test_every_public_name_exists():
     for name in acclimate.__all__:
         assert getattr(acclimate, name) is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -187,3 +189,27 @@ def _save_thousand_classes(folder):
     model = timm.create_model("test_vit")
     save_file(model.state_dict(), folder / "weights.safetensors")
     return folder / "weights.safetensors"
+
+
+def test_bench_gives_the_statistics_to_methods_that_need_them(tmp_path):
+    out = tmp_path / "s.safetensors"
+    assert cli.main(["source-statistics", "--samples", "20", "--batch-size", "8", "--out", str(out)]) == 0
+    common = dict(methods=["eata", "tent"], corruptions=["fog"], images=12, store=tmp_path / "runs")
+    with pytest.raises(ConfigError, match="eata needs"):
+        acclimate.bench(**common)
+    first, tent = acclimate.bench(**common, source=out)
+    assert "20 images in batches of 8" in first.spec.config["source"] and "source" not in tent.spec.config
+    assert cli.main(["source-statistics", "--samples", "24", "--batch-size", "8", "--out", str(out)]) == 0
+    second, again = acclimate.bench(**common, source=out)
+    assert second.spec.id != first.spec.id and not second.found and again.found
+
+
+def test_the_paper_leaves_out_what_has_no_statistics(tmp_path):
+    from acclimate.bench import paper
+
+    experiment = paper.find("table-normal")
+    assert experiment.needing == ["eata"]
+    (_, results, _), *_ = paper.run(
+        replace(experiment, grid={**experiment.grid, "methods": ["source", "eata"]}), scale="small", store=None
+    )
+    assert {outcome.spec.method for outcome in results} == {"source"}

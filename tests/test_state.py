@@ -115,7 +115,7 @@ def rewritten(path, change):
     tensors, header = state.read(path)
     change(header)
     text = json.dumps(header, sort_keys=True)
-    save_file(tensors, path, {"acclimate": text, "digest": state._digest(tensors, text)})
+    save_file(tensors, path, {"acclimate": text, "digest": state.digest(tensors, text)})
     return path
 
 

@@ -104,7 +104,9 @@ def register(name: str) -> Callable[[M], M]:
     """Class decorator that makes a method known by name to `adapt`, `check_method`, the state file and the command line."""
 
     def decorate(cls: M) -> M:
-        _load_built_in()
+        # a built-in one may be imported before the others, which may need it, as when it comes out of a pickle
+        if not cls.__module__.startswith(f"{__package__}.methods."):
+            _load_built_in()
         signature = inspect.signature(cls.__init__)
         loose = [n for n, p in signature.parameters.items() if n != "self" and p.kind is not p.KEYWORD_ONLY]
         if loose and cls.__init__ is not Method.__init__:
@@ -159,12 +161,11 @@ def _load_built_in() -> None:
     global _loaded
     with _loading:
         if not _loaded:
-            _loaded = True  # the built-in methods register themselves, which ends up here again
-            try:
-                here = import_module(".methods", __package__)
-                found = {module.name for module in pkgutil.iter_modules(here.__path__) if not module.name.startswith("_")}
-                for name in (*_FIRST, *sorted(found.difference(_FIRST))):
-                    import_module(f".methods.{name}", __package__)
-            except BaseException:
-                _loaded = False
-                raise
+            here = import_module(".methods", __package__)
+            found = {module.name for module in pkgutil.iter_modules(here.__path__) if not module.name.startswith("_")}
+            order = (*_FIRST, *sorted(found.difference(_FIRST)))
+            for name in order:
+                import_module(f".methods.{name}", __package__)
+            early = {name: _REGISTRY.pop(name) for name in order if name in _REGISTRY}  # whoever was imported first
+            _REGISTRY.update({**early, **_REGISTRY})
+            _loaded = True

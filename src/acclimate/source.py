@@ -11,6 +11,7 @@ state file is enough to go on, wherever the statistics are.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -146,6 +147,12 @@ class SourceStatistics:
         """The tensors of one kind."""
         return {name.removeprefix(f"{kind}/"): t for name, t in self.tensors.items() if name.startswith(f"{kind}/")}
 
+    @property
+    def identity(self) -> str:
+        """What tells them from others, in one line."""
+        content = state.digest(self.tensors, json.dumps([dict(self.model), dict(self.about)], sort_keys=True))
+        return f"{self.about['samples']} images in batches of {self.about['batch_size']}, SHA-256 {content[:16]}"
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file."""
         header = {"statistics": self.kinds, "model": dict(self.model), "about": dict(self.about)}
@@ -158,6 +165,11 @@ class SourceStatistics:
         if "statistics" not in header:
             raise StateError(f"{path} is a file of acclimate's, but does not hold source statistics.")
         return cls(tensors, header["model"], header["about"], str(path))
+
+    @classmethod
+    def given(cls, source: SourceStatistics | str | os.PathLike[str] | None) -> SourceStatistics | None:
+        """As themselves, or by their file."""
+        return source if source is None or isinstance(source, SourceStatistics) else cls.load(source)
 
     def __repr__(self) -> str:
         made = ", ".join(f"{name} {value}" for name, value in self.about.items())

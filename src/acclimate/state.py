@@ -27,7 +27,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: M
     path = Path(path)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps({**header, "format": FORMAT}, sort_keys=True)
-    metadata = {"acclimate": text, "digest": _digest(tensors, text)}
+    metadata = {"acclimate": text, "digest": digest(tensors, text)}
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
@@ -65,17 +65,18 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
         raise StateError(f"{path} does not exist.") from error
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise StateError(f"{path} is not a state file, or truncated: {error}") from error
-    if metadata.get("digest") != _digest(tensors, metadata["acclimate"]):
+    if metadata.get("digest") != digest(tensors, metadata["acclimate"]):
         raise StateError(f"{path} is damaged: its content does not match its digest.")
     return tensors, header
 
 
-def _digest(tensors: Mapping[str, Tensor], text: str) -> str:
-    digest = hashlib.sha256(text.encode())
+def digest(tensors: Mapping[str, Tensor], text: str) -> str:
+    """SHA-256 of tensors, which are on the CPU, with their names, and of what is said about them."""
+    content = hashlib.sha256(text.encode())
     for name in sorted(tensors):
-        digest.update(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}\n".encode())
-        digest.update(tensors[name].flatten().view(uint8).numpy().data)
-    return digest.hexdigest()
+        content.update(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}\n".encode())
+        content.update(tensors[name].flatten().view(uint8).numpy().data)
+    return content.hexdigest()
 
 
 def _sync(path: str | os.PathLike[str]) -> None:

@@ -94,7 +94,7 @@ def adapt(
             seed=seed,
             mean=mean,
             std=std,
-            source=source if source is None or isinstance(source, SourceStatistics) else SourceStatistics.load(source),
+            source=SourceStatistics.given(source),
             ranks=ranks,
         )
 

@@ -19,6 +19,7 @@ from ..data.streams import ARRANGEMENTS, Stream
 from ..errors import ConfigError, require_whole
 from ..method import create
 from ..models import BUNDLED, load_model, pick_device
+from ..source import SourceStatistics
 from .results import Results
 from .spec import Protocol
 from .store import Store
@@ -46,6 +47,7 @@ def bench(
     tuned: bool = True,
     reference: bool = False,
     protocol: Protocol | None = None,
+    source: SourceStatistics | str | os.PathLike[str] | None = None,
     weights: str | os.PathLike[str] | None = None,
     model_name: str | None = None,
     device: str | None = None,
@@ -81,6 +83,7 @@ def bench(
         tuned: Of the bundled model: where an option is not given, the one that was tuned for it, not the method's default.
         reference: Every method as its authors' code, and no guard.
         protocol: What holds for all runs. `classes` and `unknown` come from the data.
+        source: Statistics of the source data, or their file, for methods that need them: see `acclimate.source_statistics`.
         weights: A local file with weights for a name of timm's.
         model_name: What to call a model in results.
         device: Default: a GPU if there is one.
@@ -117,6 +120,7 @@ def bench(
     chosen = [(method, {**usual.get(method, {}), **options, **authors}) for method, options in given]
     for method, options in chosen:
         create(method, options)  # a wrong name is an error before the data is looked at
+    statistics = SourceStatistics.given(source)
 
     protocol = protocol or Protocol(guard=not reference)
     if isinstance(data, str) and data == BUNDLED:
@@ -147,7 +151,7 @@ def bench(
     ]  # fmt: skip
     return Results(
         sweep(
-            net, streams, chosen, model_name=name, dataset=dataset, protocol=protocol,
+            net, streams, chosen, model_name=name, dataset=dataset, protocol=protocol, source=statistics,
             store=None if store is None else Store(store), again=again, shard=shard, jobs=jobs, on=on, gpus=gpus,
             console=console,
         )

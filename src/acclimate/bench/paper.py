@@ -17,6 +17,7 @@ from ..data import bundled
 from ..data.catalog import Data
 from ..data.datasets import Corrupted, Images
 from ..errors import ConfigError, nearest
+from ..method import find as find_method
 from ..method import list_methods
 from .api import bench
 from .reported import Reported, figures, tables
@@ -53,6 +54,11 @@ class Experiment:
     def missing(self) -> list[str]:
         """Methods of the paper's table that are not here."""
         return [m for m in self.grid.get("methods", COMPARED) if isinstance(m, str) and m not in list_methods()]
+
+    @property
+    def needing(self) -> list[str]:
+        """Methods that need statistics of the source data."""
+        return [m for m in self.methods if isinstance(m, str) and find_method(m).needs]
 
     @property
     def hours(self) -> float:
@@ -132,11 +138,14 @@ def run(
         root: Where its data set is.
         scale: "full", or "small" for the bundled model and images.
         source_models: For Office-Home a folder with what `train-source` wrote: Art.safetensors, Clipart.safetensors ...
-        **options: For `acclimate.bench`: store, jobs, on, shard, device ...
+        **options: For `acclimate.bench`: store, jobs, on, shard, device ... Methods that need `source` are left out without.
     """
     if scale not in ("full", "small"):
         raise ConfigError(f"scale={scale!r}: full or small.")
-    grid: dict[str, Any] = {"seeds": SEEDS, **experiment.grid, "methods": experiment.methods}
+    without = [] if options.get("source") else experiment.needing
+    grid: dict[str, Any] = {
+        "seeds": SEEDS, **experiment.grid, "methods": [m for m in experiment.methods if m not in without]
+    }  # fmt: skip
     paper = tables().get(experiment.reported or "")
     if scale == "small":
         yield f"{experiment.shows}: small, bundled model and images", _small(experiment, grid, options), None

@@ -17,6 +17,7 @@ from .. import __version__
 from ..data.datasets import title
 from ..data.streams import Stream
 from ..method import Method, create
+from ..source import SourceStatistics
 from ..vit import fingerprint, view
 
 
@@ -124,9 +125,11 @@ def specify(
     model: dict[str, str],
     dataset: str = "custom",
     protocol: Protocol = Protocol(),  # noqa: B008 (frozen)
+    source: SourceStatistics | None = None,
 ) -> Spec:
     """The run of a method on a stream; `model` comes from `describe`."""
     made = create(method, options)
+    known = {"source": source.identity} if source is not None and made.needs else {}
     return Spec(
         model=model,
         dataset=dataset,
@@ -137,7 +140,7 @@ def specify(
         seed=stream.seed,
         order=stream.digest,
         method=made.name,
-        config=json.loads(json.dumps(made.config)),  # as it will come back from the file
+        config=json.loads(json.dumps(made.config)) | known,  # as it will come back from the file
         protocol={**asdict(protocol), "classes": _columns(protocol.classes), "reset": RESET},
         versions={"acclimate": __version__, **{library: version(library) for library in LIBRARIES}},
     )

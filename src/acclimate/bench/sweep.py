@@ -21,6 +21,7 @@ from torch import nn
 from ..data.streams import Stream
 from ..errors import AcclimateError, ConfigError, require_whole
 from ..method import Method, find
+from ..source import SourceStatistics, require
 from .progress import View
 from .run import Result
 from .spec import Protocol, describe, specify
@@ -38,6 +39,7 @@ def sweep(
     model_name: str,
     dataset: str = "custom",
     protocol: Protocol = Protocol(),  # noqa: B008 (frozen)
+    source: SourceStatistics | None = None,
     store: Store | None = None,
     again: bool = False,
     shard: tuple[int, int] = (1, 1),
@@ -55,6 +57,7 @@ def sweep(
         model_name: What to call the model in results.
         dataset: What to call the data.
         protocol: What holds for all of them.
+        source: Statistics of the source data, for methods that need them.
         store: Where runs are kept, taken up and found again; without one, nothing is kept.
         again: Run also what the store has.
         shard: (i, n): do only the i-th of n parts of the grid, for a scheduler that starts this n times.
@@ -69,15 +72,20 @@ def sweep(
         raise ConfigError(f'on={on!r}: "ray", or None for this machine.')
     described = describe(model, model_name)
     # a wrong option is an error now, not after the first hour
+    chosen = [(find(method), options) for method, options in (methods.items() if isinstance(methods, Mapping) else methods)]
+    for method, _ in chosen:
+        if method.needs:
+            source = require(source, method.name or method.__name__, method.needs, model, described)
     grid = [
         Job(
-            specify(stream, method, options, model=described, dataset=dataset, protocol=protocol),
+            specify(stream, method, options, model=described, dataset=dataset, protocol=protocol, source=source),
             stream,
-            find(method),
+            method,
             dict(options),
+            source if method.needs else None,
         )
         for stream in streams
-        for method, options in (methods.items() if isinstance(methods, Mapping) else methods)
+        for method, options in chosen
     ]
     grid = _part(grid, shard)
     with ExitStack() as stack:

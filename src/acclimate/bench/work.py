@@ -14,6 +14,7 @@ from ..adapter import Record
 from ..data.streams import Stream
 from ..errors import ConfigError
 from ..method import Method
+from ..source import SourceStatistics
 from ..wrap import adapt
 from .run import Result, run
 from .scores import Scores
@@ -31,6 +32,7 @@ class Job:
     stream: Stream
     method: type[Method]
     options: dict[str, Any] = field(default_factory=dict)
+    source: SourceStatistics | None = None  # for a method that needs them
 
 
 def carry_on(
@@ -52,6 +54,7 @@ def carry_on(
                 guard="default" if protocol.guard else None,
                 precision=protocol.precision,
                 seed=job.spec.seed,
+                source=job.source,
                 **job.options,
             )
             try:

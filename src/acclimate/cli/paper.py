@@ -20,7 +20,7 @@ examples:
   acclimate paper table-normal --scale small               try it on the bundled model and images
   acclimate paper --scale small                            try them all
 
-Methods of the paper that are not here are left out, and named.
+Methods of the paper that are not here are left out, and named; so is EATA without --source-statistics.
 """
 
 
@@ -37,6 +37,7 @@ def add(commands: Commands) -> None:
     paper.add_argument("--scale", default="full", choices=["full", "small"], help="small: the bundled model and images")
     paper.add_argument("--dry-run", action="store_true", help="print the grid of runs, and run nothing")
     paper.add_argument("--source-models", metavar="DIR", help="for Office-Home: what train-source wrote, one file a domain")
+    paper.add_argument("--source-statistics", metavar="FILE", help="of the experiment's model, for methods that need them")
     paper.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time; default: %(default)s")
     paper.add_argument("--on", choices=["ray"], help="run on a Ray cluster")
     paper.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
@@ -62,6 +63,7 @@ def _paper(given: argparse.Namespace) -> None:
             _plan(console, experiment, given.scale)
             continue
         options = dict(jobs=given.jobs, on=given.on, device=given.device, reference=given.reference, store=given.out)
+        options |= dict(source=given.source_statistics)
         for title, results, reported in paper.run(
             experiment, given.root, scale=given.scale, source_models=given.source_models,
             console=console if console.is_terminal else Console(stderr=True), **options,
@@ -74,6 +76,8 @@ def _paper(given: argparse.Namespace) -> None:
                     console.print(beside(grid, reported.only(setting) if by_setting else reported))
                 for doubt in reported.doubts:
                     console.print(f"doubt: {doubt}", style="yellow")
+        if experiment.needing and not given.source_statistics:
+            console.print(f"Left out without --source-statistics: {', '.join(experiment.needing)}.", style="dim")
         if experiment.missing:
             console.print(f"Not here: {', '.join(experiment.missing)}.", style="dim")
 
@@ -108,6 +112,8 @@ def _plan(console: Console, experiment: Experiment, scale: str) -> None:
     console.print(f"  data      {experiment.data if scale == 'full' else 'bundled images'}")
     console.print(f"  model     {experiment.model if scale == 'full' else 'bundled'}")
     console.print(f"  methods   {', '.join(methods)}")
+    if experiment.needing:
+        console.print(f"  with --source-statistics alone  {', '.join(experiment.needing)}")
     if experiment.missing:
         console.print(f"  not here  {', '.join(experiment.missing)}")
     console.print(f"  grid      { {k: v for k, v in grid.items() if k != 'methods'} or 'one stream for each target' }")
