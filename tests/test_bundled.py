@@ -70,6 +70,13 @@ def bundled_extra() -> tuple[str, ...]:
     return EXTRA
 
 
+def test_the_statistics_are_of_this_model():
+    statistics = bundled.statistics()
+    assert statistics.about["samples"] == 2000
+    assert statistics.of("features")["class_counts"].sum() == 2000
+    acclimate.adapt(bundled.model(), "eata", source=statistics)
+
+
 def test_a_sample_is_drawn_once_for_all():
     images = bundled.images()
     few = images.sample(50)

@@ -17,7 +17,7 @@ from ..data.corruptions import SEVERITIES
 from ..data.datasets import Corrupted, Domain, Subset
 from ..data.streams import ARRANGEMENTS, Stream
 from ..errors import ConfigError, require_whole
-from ..method import create
+from ..method import create, find
 from ..models import BUNDLED, load_model, pick_device
 from ..source import SourceStatistics
 from .results import Results
@@ -84,6 +84,7 @@ def bench(
         reference: Every method as its authors' code, and no guard.
         protocol: What holds for all runs. `classes` and `unknown` come from the data.
         source: Statistics of the source data, or their file, for methods that need them: see `acclimate.source_statistics`.
+            The bundled model has its own.
         weights: A local file with weights for a name of timm's.
         model_name: What to call a model in results.
         device: Default: a GPU if there is one.
@@ -120,7 +121,8 @@ def bench(
     chosen = [(method, {**usual.get(method, {}), **options, **authors}) for method, options in given]
     for method, options in chosen:
         create(method, options)  # a wrong name is an error before the data is looked at
-    statistics = SourceStatistics.given(source)
+    needed = any(find(method).needs for method, _ in chosen)
+    statistics = bundled.statistics() if source is None and needed and model == BUNDLED else SourceStatistics.given(source)
 
     protocol = protocol or Protocol(guard=not reference)
     if isinstance(data, str) and data == BUNDLED:

@@ -142,7 +142,7 @@ def run(
     """
     if scale not in ("full", "small"):
         raise ConfigError(f"scale={scale!r}: full or small.")
-    without = [] if options.get("source") else experiment.needing
+    without = [] if options.get("source") or scale == "small" else experiment.needing
     grid: dict[str, Any] = {
         "seeds": SEEDS, **experiment.grid, "methods": [m for m in experiment.methods if m not in without]
     }  # fmt: skip
@@ -174,7 +174,9 @@ SMALL_SEVERITY = {5: 3, 3: 2}  # the bundled model is small, too
 
 
 def _small(experiment: Experiment, grid: dict[str, Any], options: dict[str, Any]) -> Results:
-    grid = {**grid, "seeds": grid["seeds"][:1], "batch_size": min(32, grid.get("batch_size", 64))}
+    pairs = [(m, {}) if isinstance(m, str) else m for m in grid["methods"]]
+    methods = [(name, {**find_method(name).quick, **given}) for name, given in pairs]
+    grid = {**grid, "methods": methods, "seeds": grid["seeds"][:1], "batch_size": min(32, grid.get("batch_size", 64))}
     severity = SMALL_SEVERITY[grid.pop("severities", [5])[0]]
     if experiment.data == "imagenet-c":
         corruptions = grid.pop("corruptions", bundled.SHOWN)

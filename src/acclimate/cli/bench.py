@@ -110,6 +110,7 @@ def _bench(given: argparse.Namespace) -> None:
 
     from ..bench.api import bench
     from ..bench.spec import Protocol
+    from ..data import bundled
     from ..data.corruptions import CORRUPTIONS
     from ..errors import ConfigError
 
@@ -153,8 +154,10 @@ def _bench(given: argparse.Namespace) -> None:
     show(results, console)
     found = sum(outcome.found for outcome in results)
     earlier = f"; {found} of {len(results)} were found there (--fresh runs them again)" if found else ""
-    if given.data == given.model == "bundled" and not given.reference:
-        console.print("With default options." if given.defaults else "With options tuned on four other corruptions.")
+    if given.model == "bundled" and not given.reference:
+        tuned = [] if given.defaults else [o.spec.method for o in results if o.spec.method in bundled.tuned()]
+        whose = f"With options tuned on four other corruptions: {', '.join(dict.fromkeys(tuned))}. " if tuned else ""
+        console.print(f"{whose}{'Others with' if tuned else 'With'} default options.")
     console.print(f"Results: {given.out}/{earlier}. Other tables of them: acclimate table {given.out} --help")
 
 

@@ -76,7 +76,7 @@ def _paper(given: argparse.Namespace) -> None:
                     console.print(beside(grid, reported.only(setting) if by_setting else reported))
                 for doubt in reported.doubts:
                     console.print(f"doubt: {doubt}", style="yellow")
-        if experiment.needing and not given.source_statistics:
+        if experiment.needing and not given.source_statistics and given.scale == "full":
             console.print(f"Left out without --source-statistics: {', '.join(experiment.needing)}.", style="dim")
         if experiment.missing:
             console.print(f"Not here: {', '.join(experiment.missing)}.", style="dim")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors.torch import load_file
@@ -20,9 +20,13 @@ from torch import nn
 from ..corruptions import Pixels
 from ..datasets import Images
 
+if TYPE_CHECKING:
+    from ...source import SourceStatistics
+
 HERE = Path(__file__).parent
 WEIGHTS = HERE / "vit.safetensors"
 TUNED = HERE / "tuned.json"
+STATISTICS = HERE / "statistics.safetensors"
 CLASSES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 SIZE = 28
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -78,6 +82,13 @@ def tuned() -> dict[str, dict[str, Any]]:
     """For each method, the options that `tools/tune_bundled.py` chose for this model on the four extra corruptions."""
     chosen: dict[str, dict[str, Any]] = json.loads(TUNED.read_text())["chosen"]
     return chosen
+
+
+def statistics() -> SourceStatistics:
+    """Statistics of 2000 training images under this model (`tools/bundled_statistics.py`), for methods that need some."""
+    from ...source import SourceStatistics
+
+    return SourceStatistics.load(STATISTICS)
 
 
 def read(folder: Path, part: str) -> Images:
