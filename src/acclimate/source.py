@@ -115,7 +115,8 @@ KINDS: dict[str, type[Statistic]] = {kind.kind: kind for kind in (Fisher, Featur
 
 def squashed(features: Tensor) -> Tensor:
     """Features as CFA compares them: normalised without an affine part, then between -1 and 1."""
-    return F.layer_norm(features.float(), features.shape[-1:], eps=1e-5).tanh()
+    features = features.to(torch.promote_types(features.dtype, torch.float32))
+    return F.layer_norm(features, features.shape[-1:], eps=1e-5).tanh()
 
 
 def norm_names(vit: ViT) -> dict[nn.Parameter, str]:
