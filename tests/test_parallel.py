@@ -116,6 +116,12 @@ def eata(rank, folder):
 
 
 @scene
+def cfa(rank, folder):
+    source = acclimate.source_statistics(tiny_vit(), tiny_batches(2, seed=3), kinds=["features"])
+    return go(wrap("cfa", source=source, lr=0.005), tiny_batches(5))
+
+
+@scene
 def rdumb(rank, folder):
     return go(wrap("rdumb", period=2, lr=0.01, margin=1.5, redundancy=0.7), tiny_batches(5))
 
@@ -420,7 +426,9 @@ def require_one_run(ranks, alone, tolerance=1e-5):
         }
 
 
-@pytest.mark.parametrize("name", ["tent", "sar", "dct", "eata", "rdumb", "delta", "after", "none_reliable", "recovery"])
+@pytest.mark.parametrize(
+    "name", ["tent", "sar", "dct", "eata", "cfa", "rdumb", "delta", "after", "none_reliable", "recovery"]
+)
 def test_two_ranks_adapt_as_one_process(pair, name):
     alone = SCENES[name](0, None)
     require_one_run(pair(name), alone)

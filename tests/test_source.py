@@ -208,7 +208,7 @@ def test_the_paper_leaves_out_what_has_no_statistics(tmp_path):
     from acclimate.bench import paper
 
     experiment = paper.find("table-normal")
-    assert experiment.needing == ["eata"]
+    assert experiment.needing == ["cfa", "eata"]
     (_, results, _), *_ = paper.run(
         replace(experiment, grid={**experiment.grid, "methods": ["source", "eata"]}), scale="small", store=None
     )

@@ -115,7 +115,8 @@ KINDS: dict[str, type[Statistic]] = {kind.kind: kind for kind in (Fisher, Featur
 
 def squashed(features: Tensor) -> Tensor:
     """Features as CFA compares them: normalised without an affine part, then between -1 and 1."""
-    return F.layer_norm(features.float(), features.shape[-1:], eps=1e-5).tanh()
+    features = features.to(torch.promote_types(features.dtype, torch.float32))
+    return F.layer_norm(features, features.shape[-1:], eps=1e-5).tanh()
 
 
 def norm_names(vit: ViT) -> dict[nn.Parameter, str]:
@@ -194,7 +195,7 @@ def source_statistics(
         images: A tensor of images as the model takes them, or an iterable of batches (a `DataLoader`): tensors, or tuples
             that begin with images and labels. The first so many are taken: shuffle them.
         labels: Of the images, if these are one tensor. Without labels predictions stand in where labels are needed.
-        kinds: Which statistics: "fisher" (for EATA), "features" (moments and class means).
+        kinds: Which statistics: "fisher" (for EATA), "features" (moments and class means, for CFA).
         samples: How many images at most. EATA's authors take 2000.
         batch_size: Of the batches that the Fisher information is averaged over; its scale depends on it. The authors use
             that of the stream; images are grouped anew, whatever the loader's batches.

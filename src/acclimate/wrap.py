@@ -59,8 +59,8 @@ def adapt(
         mean: How the images are normalised, for methods that augment pixels: one number, or one per channel. A timm model
             with a `pretrained_cfg` says it itself; any other model needs it there. So `std`.
         std: See `mean`.
-        source: Statistics of the source data, or the file that they were saved to, for methods that need some (EATA): see
-            `acclimate.source_statistics`. Other methods leave them alone.
+        source: Statistics of the source data, or the file that they were saved to, for methods that need some (EATA, CFA):
+            see `acclimate.source_statistics`. Other methods leave them alone.
         group: A `torch.distributed` process group whose ranks adapt to one stream together. Every rank wraps an equal model
             and passes its share of each batch, which may be empty, and gets the logits of that share; the update is that of
             the whole batch, and the same on all ranks. Only what is given here is shared, never what torchrun has started:

@@ -48,7 +48,7 @@ def add(commands: Commands) -> None:
         "--model", default="bundled", metavar="NAME", help="timm's name with its tag, or a file of train-source"
     )
     what.add_argument("--weights", metavar="FILE", help="local weights for a model of timm's, instead of a download")
-    what.add_argument("--source-statistics", metavar="FILE", help="for methods that need them: eata")
+    what.add_argument("--source-statistics", metavar="FILE", help="for methods that need them: eata, cfa")
     what.add_argument("--data", default="bundled", metavar="NAME", help="`acclimate data list` shows them")
     what.add_argument("--root", metavar="DIR", help="where the data set is")
     what.add_argument("--corruptions", metavar="LIST", help="default: all 15; of the bundled images one of each family")

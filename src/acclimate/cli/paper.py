@@ -20,7 +20,7 @@ examples:
   acclimate paper table-normal --scale small               try it on the bundled model and images
   acclimate paper --scale small                            try them all
 
-Methods of the paper that are not here are left out, and named; so is EATA without --source-statistics.
+Methods of the paper that are not here are left out, and named; so are EATA and CFA without --source-statistics.
 """
 
 

@@ -26,7 +26,7 @@ in Python:
 def add(commands: Commands) -> None:
     statistics = commands.add_parser(
         "source-statistics",
-        help="compute what EATA needs to know of the source data",
+        help="compute what EATA and CFA need to know of the source data",
         description="Pass clean source images through a model and keep the statistics that some methods need: the Fisher "
         "information of the norms, moments and class means of the features.",
         epilog=EPILOG,

@@ -53,14 +53,18 @@ OPTIONS = {
     "fisher_alpha": "fisher_weight",
     "force_symmetry": "symmetric",
     "freq_mask_ratio": "dropped_frequencies",
+    "full_moments": "moments",
     "gamma": "gamma",
     "knn": "neighbours",
+    "lambda1": "moment_weight",
+    "lambda2": "class_weight",
     "lambda_t": "lambda_t",
     "lambda_u": "lambda_u",
     "leak_optimizer_state": "leak_optimizer_state",
     "low_frequency_fraction": "low_frequencies",
     "lr": "lr",
     "margin_e0": "margin",
+    "max_grad_norm": "clip",
     "max_steps": "max_iterations",
     "memory_size": "memory",
     "momentum": "momentum",
@@ -93,8 +97,15 @@ OPTIONS = {
     "weight_margin": "weight_margin",
 }
 # hyper-parameters that our implementations have no choice about, and the only value that fits them
-FIXED = {"steps": 1, "episodic": False, "uncertainty_mass": COME_MASS, "distance": "cosine"}
-DESCRIPTIONS = {"optimizer", "n_generator_blocks", "fisher_batch_size", "params"}  # prose; implied by the tensors
+FIXED = {
+    "class_moments": 1,
+    "distance": "cosine",
+    "episodic": False,
+    "steps": 1,
+    "uncertainty_mass": COME_MASS,
+    "value_range": 2.0,
+}
+DESCRIPTIONS = {"optimizer", "n_generator_blocks", "fisher_batch_size", "hidden", "params"}  # prose; implied by the tensors
 TRACE_TOLERANCE = 1e-5
 
 

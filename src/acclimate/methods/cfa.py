@@ -1,0 +1,131 @@
+"""CFA: Robustifying Vision Transformer without Retraining from Scratch by Test-Time Class-Conditional Feature Alignment."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..engine import Engine, global_norm, require_finite
+from ..errors import require_between, require_whole
+from ..method import Step, register
+from ..source import SourceStatistics, constants, squashed
+from ..vit import ViT
+from .tent import Tent
+
+RANGE = 2.0  # of a squashed feature, which lies between -1 and 1; the k-th moments are compared in units of its k-th power
+MOST_MOMENTS = 3  # that the source statistics have
+
+
+@register("cfa")
+class CFA(Tent):
+    """Align the features of a batch with those of the source: their central moments, and the means of predicted classes.
+
+    Features are what enters the head, normalised and squashed by tanh. The loss is the distance of their mean and central
+    moments from the source's, and that of the mean of each predicted class from the source's mean of this class, averaged
+    over the classes. The gradient is clipped. A batch of 1 has no central moments: all of them are 0.
+
+    The source's moments and class means are of clean labelled images, the authors' of ImageNet's training set, and
+    `acclimate.source_statistics` computes them once: `acclimate.adapt(model, "cfa", source="stats.safetensors")`. The state
+    file keeps them. Beyond these it needs a second forward pass.
+
+    Args:
+        lr: Learning rate; the authors' does not follow the batch size.
+        moments: How many moments are compared, 1 to 3: the mean, and the central moments up to this one.
+        moment_weight: Weight of the moments.
+        class_weight: Weight of the class means.
+        clip: Length that the gradient of all parameters together is clipped to.
+        momentum: Momentum of SGD.
+        reference: Accepted by every method. The one quirk of the authors' released code is not reproduced: its loss is NaN
+            for every batch if a class has no source image.
+
+    Ours: a predicted class without source images is left out of the class means. Source images without labels count for the
+    class that is predicted for them.
+    """
+
+    paper = "Kojima et al., IJCAI 2022"
+    needs = ("features",)
+
+    def __init__(
+        self,
+        *,
+        lr: float = 0.001,
+        moments: int = 3,
+        moment_weight: float = 1.0,
+        class_weight: float = 1.0,
+        clip: float = 1.0,
+        momentum: float = 0.9,
+        reference: bool = False,
+    ) -> None:
+        super().__init__(lr=lr, momentum=momentum, reference=reference)
+        require_between(0, math.inf, lr=lr, moment_weight=moment_weight, class_weight=class_weight, clip=clip)
+        require_whole(1, moments=moments)
+        require_between(1, MOST_MOMENTS, moments=moments)
+        self.moments = moments
+        self.moment_weight = moment_weight
+        self.class_weight = class_weight
+        self.clip = clip
+
+    def receive(self, statistics: SourceStatistics, vit: ViT) -> None:
+        found = statistics.of("features")
+        self.source_moments = constants((found[name] for name in ("mean", "moment2", "moment3")), vit)
+        self.source_classes = constants((found[name] for name in ("class_means", "class_counts")), vit)
+
+    def step(self, images: Tensor, engine: Engine) -> Step:
+        """Two passes, because the loss couples the samples of a batch.
+
+        The first gives the batch's statistics, and with them the gradient of the loss with respect to the features of each
+        sample. With that as a constant, <gradient, features> is a loss of each sample on its own, whose sum has the same
+        gradient with respect to the parameters, by the chain rule: exact however the batch is cut, or shared by ranks.
+        """
+        logits, features = engine.features(images)
+        everybody = engine.gather(features), engine.gather(logits)
+        require_finite(*everybody)
+        loss, slopes = self.slopes(*everybody, engine)
+        places, count = engine.places(images)
+        # the engine takes a mean over the samples, where the chain rule has a sum
+        mine = count * slopes[places.to(slopes.device)]
+        engine.gradient(images, along, given=(mine,), forward=lambda images, _: engine.forward_features(images))
+        self.shorten(engine)
+        engine.update()
+        return Step(logits, count, loss)
+
+    @torch.enable_grad()
+    def slopes(self, features: Tensor, logits: Tensor, engine: Engine) -> tuple[float, Tensor]:
+        """Loss of a batch, and its gradient with respect to the features."""
+        features = features.detach().requires_grad_()
+        hidden = squashed(features)
+        loss = self.moment_weight * self.moment_distance(hidden)
+        loss = loss + self.class_weight * self.class_distance(hidden, logits.argmax(-1), engine)
+        return float(loss.detach()), torch.autograd.grad(loss, features)[0]
+
+    def moment_distance(self, hidden: Tensor) -> Tensor:
+        """Of the mean and the central moments, from the source's."""
+        mean = hidden.mean(0)
+        ours = [mean, *((hidden - mean).pow(k).mean(0) for k in range(2, self.moments + 1))]
+        distances = [(a - b).norm() / RANGE**k for k, (a, b) in enumerate(zip(ours, self.source_moments), start=1)]
+        return torch.stack(distances).sum()
+
+    def class_distance(self, hidden: Tensor, labels: Tensor, engine: Engine) -> Tensor:
+        """Of the means of the classes that are predicted, from the source's; 0 if the source has none of these."""
+        means, counts = self.source_classes
+        if engine.classes is not None:
+            means, counts = means[engine.classes], counts[engine.classes]
+        members = F.one_hot(labels, engine.num_classes).T.to(hidden)
+        members, means = (rows[(members.sum(1) > 0) & (counts > 0)] for rows in (members, means))
+        distances = (members @ hidden / members.sum(1, keepdim=True) - means).norm(dim=-1) / RANGE
+        return distances.sum() / max(len(distances), 1)
+
+    def shorten(self, engine: Engine) -> float:
+        """Clip the gradient; returns how long it was."""
+        length = float(global_norm([p.grad for p in engine.parameters if p.grad is not None]))
+        engine.amend_gradient(times=min(1.0, self.clip / (length + 1e-6)))
+        return length
+
+
+def along(logits: Tensor, features: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """Product of the features of each sample with a constant; every sample counts."""
+    losses = (features * slopes).sum(-1)
+    return losses, torch.ones_like(losses, dtype=torch.bool)
