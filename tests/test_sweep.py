@@ -246,9 +246,17 @@ def test_progress_is_a_line_for_each_run_where_there_is_no_terminal(tmp_path):
     assert [line[-1] for line in lines] == [outcome.spec.id for outcome in outcomes]
 
 
-def test_progress_on_a_terminal_tells_accuracy_and_health(tmp_path):
+class Slow(Pictures):
+    """A bar that is drawn ten times a second, and looks at other processes twice, gets to see it."""
+
+    def load(self, indices):
+        time.sleep(0.15)
+        return super().load(indices)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_progress_on_a_terminal_tells_accuracy_and_health(jobs):
     console = Console(file=io.StringIO(), width=160, force_terminal=True)
-    sweep(tiny_vit(), [Stream(Pictures(), batch_size=8)], {"tent": {}}, model_name="tiny", console=console, jobs=2)
-    sweep(tiny_vit(), [Stream(Pictures(), batch_size=8)], {"tent": {}}, model_name="tiny", console=console)
+    sweep(tiny_vit(), [Stream(Slow(), batch_size=8)], {"tent": {}}, model_name="tiny", console=console, jobs=jobs)
     text = console.file.getvalue()
     assert "all runs" in text and "tent on fog/5" in text and "entropy" in text and "drift" in text
