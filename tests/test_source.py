@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import acclimate
 from acclimate import cli, state
 from acclimate.check import tiny_batches, tiny_vit
+from acclimate.data import bundled
 from acclimate.errors import ConfigError, InputError, ModelError, StateError
 from acclimate.source import SourceStatistics, source_statistics
 
@@ -196,7 +197,9 @@ def test_bench_gives_the_statistics_to_methods_that_need_them(tmp_path):
     assert cli.main(["source-statistics", "--samples", "20", "--batch-size", "8", "--out", str(out)]) == 0
     common = dict(methods=["eata", "tent"], corruptions=["fog"], images=12, store=tmp_path / "runs")
     with pytest.raises(ConfigError, match="eata needs"):
-        acclimate.bench(**common)
+        acclimate.bench(bundled.model(), **common)
+    own, _ = acclimate.bench(**common)
+    assert "2000 images in batches of 64" in own.spec.config["source"], "the bundled model has statistics of its own"
     first, tent = acclimate.bench(**common, source=out)
     assert "20 images in batches of 8" in first.spec.config["source"] and "source" not in tent.spec.config
     assert cli.main(["source-statistics", "--samples", "24", "--batch-size", "8", "--out", str(out)]) == 0
@@ -204,12 +207,14 @@ def test_bench_gives_the_statistics_to_methods_that_need_them(tmp_path):
     assert second.spec.id != first.spec.id and not second.found and again.found
 
 
-def test_the_paper_leaves_out_what_has_no_statistics(tmp_path):
+def test_the_paper_leaves_out_what_has_no_statistics(monkeypatch):
     from acclimate.bench import paper
 
     experiment = paper.find("table-normal")
     assert experiment.needing == ["cfa", "eata"]
-    (_, results, _), *_ = paper.run(
-        replace(experiment, grid={**experiment.grid, "methods": ["source", "eata"]}), scale="small", store=None
-    )
-    assert {outcome.spec.method for outcome in results} == {"source"}
+    asked = []
+    monkeypatch.setattr(paper, "bench", lambda *where, methods, **grid: asked.append(methods))
+    chosen = replace(experiment, grid={**experiment.grid, "methods": ["source", "eata"]})
+    for options in ({}, {"source": "s.safetensors"}, {"scale": "small"}):
+        list(paper.run(chosen, "somewhere", **options))
+    assert asked == [["source"], ["source", "eata"], [("source", {}), ("eata", {})]]
