@@ -51,6 +51,11 @@ def entropy(logits: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(-1)
 
 
+def of_all(losses: Tensor) -> tuple[Tensor, Tensor]:
+    """What an objective returns that rejects no sample."""
+    return losses, torch.ones_like(losses, dtype=torch.bool)
+
+
 @dataclass
 class Sweep:
     """What one pass over a batch saw, in the batch's order; the gradient of the mean kept loss is in `.grad`.

@@ -161,11 +161,7 @@ def _load_built_in() -> None:
     global _loaded
     with _loading:
         if not _loaded:
-            here = import_module(".methods", __package__)
-            found = {module.name for module in pkgutil.iter_modules(here.__path__) if not module.name.startswith("_")}
-            order = (*_FIRST, *sorted(found.difference(_FIRST)))
-            for name in order:
-                import_module(f".methods.{name}", __package__)
-            early = {name: _REGISTRY.pop(name) for name in order if name in _REGISTRY}  # whoever was imported first
-            _REGISTRY.update({**early, **_REGISTRY})
+            for module in pkgutil.iter_modules(import_module(".methods", __package__).__path__):
+                if not module.name.startswith("_"):
+                    import_module(f".methods.{module.name}", __package__)
             _loaded = True

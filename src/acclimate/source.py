@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import __version__, state
-from .engine import Engine
+from .engine import Engine, of_all
 from .errors import ConfigError, InputError, ModelError, StateError, nearest, require_whole
 from .vit import ViT, fingerprint, parameters_of, require_same, view
 
@@ -128,7 +128,7 @@ def norm_names(vit: ViT) -> dict[nn.Parameter, str]:
 def _own_cross_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """With the predicted classes as labels; every sample counts."""
     losses = F.cross_entropy(logits, logits.detach().argmax(-1), reduction="none")
-    return losses, torch.ones_like(losses, dtype=torch.bool)
+    return of_all(losses)
 
 
 @dataclass(frozen=True, repr=False)

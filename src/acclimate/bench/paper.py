@@ -16,20 +16,19 @@ import numpy as np
 from ..data import bundled
 from ..data.catalog import Data
 from ..data.datasets import Corrupted, Images
+from ..data.layouts import OFFICE
 from ..errors import ConfigError, nearest
 from ..method import find as find_method
 from ..method import list_methods
 from .api import bench
+from .fingerprint import VIT_B, VIT_L
 from .reported import Reported, figures, tables
 from .results import Results
 
-VIT_B = "vit_base_patch16_224.augreg_in21k_ft_in1k"
-VIT_L = "vit_large_patch16_224.augreg_in21k_ft_in1k"
 SEEDS = (2021, 2022, 2023)
 COMPARED = ("source", "t3a", "cotta", "dda", "memo", "adacontrast", "cfa", "tent", "dept", "sar", "eata", "dct")
 MINUTES = {"source": 2, "tent": 5, "sar": 7, "dct": 8, "memo": 14 * 60, "dda": 5 * 24 * 60}
 """For 50 000 images on an RTX 3090 as the paper has them; source is our guess, and what is not here is taken for 10."""
-OFFICE_HOME = ("Art", "Clipart", "Product", "Real World")
 
 
 @dataclass(frozen=True)
@@ -162,8 +161,8 @@ def run(
             "Office-Home needs a source model for each domain: make them with `acclimate train-source --data office-home "
             "--domain Art --out models/Art.safetensors ...` and give their folder (--source-models models)."
         )
-    for source in OFFICE_HOME:
-        targets = [domain for domain in OFFICE_HOME if domain != source]
+    for source in OFFICE:
+        targets = [domain for domain in OFFICE if domain != source]
         model = str(Path(source_models) / f"{source}.safetensors")
         # the paper's columns are pairs, ours the targets of one source: they do not stand in one table
         yield f"Office-Home from {source}", bench(model, "office-home", root, domains=targets, **grid, **options), None

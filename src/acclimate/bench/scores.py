@@ -37,8 +37,8 @@ class Scores:
         if logits.shape != (len(labels), self.classes):
             raise InputError(f"logits {tuple(logits.shape)} for {len(labels)} labels and {self.classes} classes do not fit.")
         labels = labels.to(logits.device)
-        nobody = labels == (-1 if self.unknown is None else self.unknown)
-        wrong = ((labels < 0) | (labels >= self.classes)) & ~(nobody & (self.unknown is not None))
+        nobody = torch.zeros_like(labels, dtype=torch.bool) if self.unknown is None else labels == self.unknown
+        wrong = ((labels < 0) | (labels >= self.classes)) & ~nobody
         if wrong.any():
             raise InputError(
                 f"the label {int(labels[wrong][0])} is outside the model's classes, 0 to {self.classes - 1}: is this the "

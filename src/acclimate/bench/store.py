@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .._files import write_whole
 from ..errors import StateError
-from .journal import Journal
+from .journal import STATE, Journal
 from .run import Result
 from .spec import Spec
 
@@ -92,7 +92,7 @@ class Store:
 
     def forget(self, spec: Spec) -> None:
         """Remove what there is of a run, so that it is run from its beginning."""
-        for name in (RESULT, "state.safetensors"):
+        for name in (RESULT, STATE):
             (self.folder(spec) / name).unlink(missing_ok=True)
 
 

@@ -56,16 +56,15 @@ class Grid:
         self.methods = list(dict.fromkeys(map(self.label, outcomes)))
         titles = list(dict.fromkeys(t for o in outcomes for t in o.spec.domains))
         names = [title.split("/")[0] for title in titles]
-        self._names = names if len(set(names)) == len(names) else titles  # the severity only where it distinguishes
+        self.domains = names if len(set(names)) == len(names) else titles  # the severity only where it distinguishes
         self._values: dict[tuple[str, str], dict[int, list[float]]] = {}
         for outcome in outcomes:
             label, seed, result = self.label(outcome), outcome.spec.seed, outcome.result
             for title, accuracy in result.per_domain.items():
-                self._note(label, self._names[titles.index(title)], seed, accuracy)
+                self._note(label, self.domains[titles.index(title)], seed, accuracy)
             for column, score in COLUMNS.items():
                 self._note(label, column, seed, score(result))
-        self.columns = [*self._names, *COLUMNS]
-        self.domains = self._names
+        self.columns = [*self.domains, *COLUMNS]
 
     def label(self, outcome: Outcome) -> str:
         """A row's name: the method's, with its options where it is there with several."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -107,8 +108,6 @@ _worker: Worker | None = None
 
 def begin(cargo: Cargo) -> None:
     """Make this process a worker."""
-    import multiprocessing
-
     global _worker
     identity = multiprocessing.current_process()._identity
     _worker = Worker(cargo, identity[0] - 1 if identity else 0)

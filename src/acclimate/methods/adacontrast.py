@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine import Engine
+from ..engine import Engine, of_all
 from ..errors import require_between, require_whole
 from ..method import Method, Step, register
 from ..vit import ViT
@@ -140,7 +140,7 @@ class AdaContrast(Method):
             loss = loss - self.beta * contrast.log_softmax(-1)[:, 0]
             # with a constant log q, sum p log q has the mean and the gradient of sum q log q, q being the mean of p
             loss = loss + self.eta * (logits.softmax(-1) * log_mean).sum(-1)
-            return loss, torch.ones_like(loss, dtype=torch.bool)
+            return of_all(loss)
 
         sweep = engine.gradient(query, objective, given=[labels, keys], forward=lambda x, *_: engine.forward_features(x))
         engine.update()

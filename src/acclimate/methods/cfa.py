@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine import Engine, global_norm, require_finite
+from ..engine import Engine, global_norm, of_all, require_finite
 from ..errors import require_between, require_whole
 from ..method import Step, register
 from ..source import SourceStatistics, constants, squashed
@@ -128,4 +128,4 @@ class CFA(Tent):
 def along(logits: Tensor, features: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """Product of the features of each sample with a constant; every sample counts."""
     losses = (features * slopes).sum(-1)
-    return losses, torch.ones_like(losses, dtype=torch.bool)
+    return of_all(losses)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine
+from ..engine import Engine, of_all
 from ..errors import require_between, require_whole
 from ..method import Method, Step, register
 from ..vit import ViT
@@ -124,7 +124,7 @@ class CoTTA(Method):
 def agreement(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Of student and teacher."""
     loss = symmetric_cross_entropy(logits, target)
-    return loss, torch.ones_like(loss, dtype=torch.bool)
+    return of_all(loss)
 
 
 def bernoulli_positions(count: int, share: float, rng: torch.Generator) -> Tensor:

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine, entropy
+from ..engine import Engine, entropy, of_all
 from ..errors import require_between
 from ..method import Step, register
 from ..vit import ViT
+from ._predictions import nothing_yet, or_uniform
 from .tent import Tent
 
 
@@ -54,15 +55,11 @@ class DELTA(Tent):
         self.shares: Tensor  # of the classes in the predictions so far; NaN until there are any
 
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
-        self.register_buffer("shares", torch.full((vit.classes,), math.nan, device=vit.device))
+        self.register_buffer("shares", nothing_yet(vit))
         return super().attach(vit, rng)
 
-    def class_shares(self, engine: Engine) -> Tensor:
-        """Of the target's classes, of which there may be fewer than the head has; at first all alike."""
-        return self.shares[: engine.num_classes].nan_to_num(1 / engine.num_classes)
-
     def step(self, images: Tensor, engine: Engine) -> Step:
-        shares = self.class_shares(engine)
+        shares = or_uniform(self.shares, engine.num_classes)
         rarity = 1 / (engine.num_classes * shares).clamp(min=1e-12)
         threshold = 0.5 * math.log(engine.num_classes)
 
@@ -70,7 +67,7 @@ class DELTA(Tent):
             h = entropy(logits)
             weight = rarity[logits.detach().argmax(-1)]
             if not self.entropy_weight:
-                return weight * h, torch.ones_like(h, dtype=torch.bool)
+                return of_all(weight * h)
             certainty = (threshold - h.detach()).exp()
             return weight * certainty * h, certainty > 1
 

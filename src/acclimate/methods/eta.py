@@ -14,6 +14,7 @@ from ..errors import require_between
 from ..method import Step, register
 from ..vit import ViT
 from ._losses import reliable_margin, uncertainty
+from ._predictions import nothing_yet
 from .tent import Tent
 
 
@@ -63,7 +64,7 @@ class ETA(Tent):
         self.average: Tensor  # prediction of the samples learned from; NaN until there is one
 
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
-        self.register_buffer("average", torch.full((vit.classes,), math.nan, device=vit.device))
+        self.register_buffer("average", nothing_yet(vit))
         return super().attach(vit, rng)
 
     def average_prediction(self, engine: Engine) -> Tensor | None:

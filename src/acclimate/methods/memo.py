@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine
+from ..engine import Engine, of_all
 from ..errors import require_between, require_whole
 from ..method import Method, Step, register
 from ..vit import ViT
@@ -107,7 +107,7 @@ class MEMO(Method):
 
         def against_the_mean(logits: Tensor) -> tuple[Tensor, Tensor]:
             loss = -(logits.softmax(-1) * log_q).sum(-1)
-            return loss, torch.ones_like(loss, dtype=torch.bool)
+            return of_all(loss)
 
         sweep = engine.gradient(mine, against_the_mean)
         engine.update()

@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine import Engine, entropy
+from ..engine import Engine, entropy, of_all
 from ..errors import InputError, NonFiniteError, require_between
 from ..method import Method, Step, register
 from ..vit import ViT, parameters_of
 from ._augment import jitter_and_move
+from ._predictions import nothing_yet, or_uniform
 from ._teacher import blend, require_nesterov, symmetric_cross_entropy
 
 
@@ -77,7 +78,7 @@ class ROID(Method):
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
         self._adapted = parameters_of(vit.norms)
         self.average: Tensor  # prediction; NaN until there is one
-        self.register_buffer("average", torch.full((vit.classes,), math.nan, device=vit.device))
+        self.register_buffer("average", nothing_yet(vit))
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
@@ -113,18 +114,14 @@ class ROID(Method):
         view = jitter_and_move(engine.to_pixels(images[kept]), engine.rng, padding="reflect", blur=False)
         return engine.from_pixels(view.clamp(0, 1))
 
-    def mean_prediction(self, classes: int) -> Tensor:
-        """The average so far, uniform in the beginning. Classes that the target domain has not have no part."""
-        return self.average[:classes].nan_to_num(nan=1 / classes)
-
     def remember(self, logits: Tensor) -> None:
         classes = logits.shape[-1]
-        mean = self.mean_prediction(classes)
+        mean = or_uniform(self.average, classes)
         self.average[:classes] = self.decay * mean + (1 - self.decay) * logits.softmax(-1).mean(0)
 
     def weights(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """How much each sample of a batch counts, and whether it counts at all."""
-        mean = self.mean_prediction(logits.shape[-1])
+        mean = or_uniform(self.average, logits.shape[-1])
         diversity = self.scaled(1 - F.cosine_similarity(mean[None], logits.softmax(-1), dim=-1))
         certainty = self.scaled(-entropy(logits))
         return (diversity * certainty / self.temperature).exp(), diversity >= diversity.mean()
@@ -153,7 +150,7 @@ def likelihood_ratio_and_consistency(logits: Tensor, weight: Tensor) -> tuple[Te
     """Of pairs (image, view): the image's soft likelihood ratio, and the cross entropy between both, which both learn."""
     z, view = logits.unbind(1)
     loss = weight * (soft_likelihood_ratio(z) + symmetric_cross_entropy(view, z))
-    return loss, torch.ones_like(loss, dtype=torch.bool)
+    return of_all(loss)
 
 
 def soft_likelihood_ratio(logits: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine, entropy
+from ..engine import Engine, entropy, of_all
 from ..errors import ConfigError, require_between, require_whole
 from ..method import Method, Step, register
 from ..vit import ViT, parameters_of, require
@@ -166,4 +166,4 @@ class RoTTA(Method):
 def weighted_cross_entropy(logits: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The student's against the teacher."""
     loss = -weight * (target.softmax(-1) * logits.log_softmax(-1)).sum(-1)
-    return loss, torch.ones_like(loss, dtype=torch.bool)
+    return of_all(loss)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine
+from ..engine import Engine, of_all
 from ..errors import require_between
 from ..method import Method, Step, register, scaled_lr
 from ..vit import ViT, parameters_of
@@ -68,7 +68,7 @@ class Tent(Method):
 
         def objective(logits: Tensor) -> tuple[Tensor, Tensor]:
             h = measure(logits)
-            return h, torch.ones_like(h, dtype=torch.bool)
+            return of_all(h)
 
         sweep = engine.gradient(images, objective)
         engine.update()

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ..engine import Engine, entropy
+from ..engine import Engine, entropy, of_all
 from ..errors import require_between
 from ..method import Step, register, scaled_lr
 from ._siamese import Siamese, divergence
@@ -62,7 +62,7 @@ class ZeroSiam(Siamese):
             plain, predicted = logits.detach(), self.predicted(features, engine)
             apart = divergence(plain, predicted) + divergence(predicted, plain)
             loss = entropy(predicted) + self.alignment * apart
-            return loss, torch.ones_like(loss, dtype=torch.bool)
+            return of_all(loss)
 
         sweep = engine.gradient(images, objective, forward=engine.forward_features)
         engine.update()
