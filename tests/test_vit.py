@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import timm
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 import acclimate
 from acclimate.check import DEPTH, WIDTH, tiny_batches, tiny_vit
 from acclimate.errors import ModelError
-from acclimate.vit import fingerprint, parameters_of, samples_interact, view
+from acclimate.vit import fingerprint, parameters_of, samples_interact, tap, view
 
 
 def logits(model, images):
@@ -55,7 +57,57 @@ def test_features_enter_the_head(family):
         features, out = vit.features(tiny_batches(1)[0])
         assert features.shape == (6, WIDTH)
         torch.testing.assert_close(vit.head(features), out)
-    assert not vit.head._forward_pre_hooks
+    assert not vit.head._forward_hooks
+
+
+@pytest.mark.parametrize(("first", "second"), [(0, 2), (1, DEPTH - 1)])
+def test_prompts_are_tokens_from_their_block_to_the_next_that_has_its_own(family, first, second):
+    model = tiny_vit(family)
+    images = tiny_batches(1)[0]
+    modules, expected = dict(model.named_modules()), logits(model, images)
+    vit = view(model)
+    prompts = {first: nn.Parameter(torch.randn(3, WIDTH)), second: nn.Parameter(torch.randn(2, WIDTH))}
+    with torch.no_grad(), tap([vit.layers[0], vit.layers[-1], vit.head]) as seen:
+        vit.logits(images)
+    tokens = seen[vit.layers[0]].entered
+    with torch.no_grad():
+        for i, layer in enumerate(vit.layers):
+            held = 3 if first < i else 0
+            if i in prompts:
+                rows = prompts[i].expand(len(images), -1, -1)
+                tokens = torch.cat([tokens[:, :1], rows, tokens[:, 1 + (held if i == second else 0) :]], dim=1)
+            tokens = layer(tokens)
+    vit.prompt(prompts)
+    for shorten in (False, True):
+        if shorten:
+            vit.shorten()
+        with torch.no_grad(), tap([vit.layers[-1]]) as seen:
+            prompted = vit.logits(images)
+        left = seen[vit.layers[-1]].left
+        assert left.shape[1] == (1 if shorten else vit.tokens)
+        torch.testing.assert_close(left[:, 0], tokens[:, 0], atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(prompted, expected, atol=1e-3)
+    assert not any(p is q for p in prompts.values() for q in model.parameters())
+    vit.restore()
+    assert dict(model.named_modules()) == modules
+    assert torch.equal(logits(model, images), expected)
+
+
+def test_prompts_never_reach_a_head_that_averages():
+    vit = view(VisionTransformer(img_size=32, patch_size=8, embed_dim=WIDTH, depth=2, num_heads=2, global_pool="avg"))
+    vit.prompt({0: nn.Parameter(torch.randn(3, WIDTH))})
+    with tap([vit.layers[-1]]) as seen:
+        vit.logits(tiny_batches(1)[0])
+    assert seen[vit.layers[-1]].left.shape[1] == vit.tokens
+
+
+def test_a_tap_sees_its_own_thread_alone():
+    layer, seen_there = nn.Identity(), []
+    with tap([layer]) as seen:
+        thread = threading.Thread(target=lambda: seen_there.append(layer(torch.ones(1))))
+        thread.start()
+        thread.join()
+        assert seen_there and not seen
 
 
 def test_timm_variants_compute_the_same():

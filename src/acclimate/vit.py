@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -97,6 +98,25 @@ class _ClassTokenBlock(nn.Module):
             attended = attended[0]
         x = tokens[:, :1] + block.scale1(attended)
         return x + block.scale2(block.mlp(block.norm2(x)))
+
+
+class _PromptedBlock(nn.Module):
+    """A block with other tokens behind the class token of its input, or fewer in its output."""
+
+    def __init__(self, inner: nn.Module, prompts: nn.Parameter | None, *, replaced: int, dropped: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.prompts = (prompts,)  # in a tuple it stays the method's parameter, and does not become the model's as well
+        self.replaced = replaced  # so many tokens of the input are prompts of an earlier block
+        self.dropped = dropped
+
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        (prompts,) = self.prompts
+        if prompts is not None:
+            rows = prompts.to(tokens.dtype).expand(len(tokens), -1, -1)
+            tokens = torch.cat([tokens[:, :1], rows, tokens[:, 1 + self.replaced :]], dim=1)
+        out = self.inner(tokens, *args, **kwargs)
+        return torch.cat([out[:, :1], out[:, 1 + self.dropped :]], dim=1) if self.dropped else out
 
 
 @dataclass
@@ -205,36 +225,74 @@ class ViT:
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """What enters the head, (batch, width), and the logits that come out of it."""
-        seen: list[Tensor] = []
-        here = threading.get_ident()
-
-        def look(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if threading.get_ident() == here:  # other threads pass other samples through the same head
-                seen.append(args[0])
-
-        hook = self.head.register_forward_pre_hook(look)
-        try:
+        with tap([self.head]) as seen:
             logits = self.logits(images)
-        finally:
-            hook.remove()
-        return seen[0], logits
+        return seen[self.head].entered, logits
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The modules that run in the blocks' places: the blocks themselves, or what surgery put around them."""
+        return list(self._blocks.children())
+
+    def prompt(self, prompts: Mapping[int, nn.Parameter]) -> None:
+        """Insert tokens, (count, width), behind the class token of a block's input; call this once, before `shorten`.
+
+        They stay until a block that has its own, and never reach the head.
+        """
+        count = 0
+        for i, layer in enumerate(self.layers):
+            own = prompts.get(i)
+            replaced = 0
+            if own is not None:
+                replaced, count = count, len(own)
+            dropped = count if i == len(self.blocks) - 1 else 0
+            if own is not None or dropped:
+                self._put(i, _PromptedBlock(layer, own, replaced=replaced, dropped=dropped))
 
     def shorten(self) -> None:
         """Compute the last block for the class token alone, if that suffices."""
         if self.class_token_suffices:
             self.blocks[-1].open().class_only = True
-            _set_last(self._blocks, _ClassTokenBlock(self.blocks[-1]))
+            short = _ClassTokenBlock(self.blocks[-1])
+            last = self.layers[-1]
+            if isinstance(last, _PromptedBlock):
+                last.inner = short
+            else:
+                self._put(-1, short)
 
     def restore(self) -> None:
         """Undo all surgery; parameter values are not touched."""
-        _set_last(self._blocks, self.blocks[-1].module)
-        for block in self.blocks:
+        for i, block in enumerate(self.blocks):
+            self._put(i, block.module)
             block.close()
 
+    def _put(self, i: int, module: nn.Module) -> None:
+        self._blocks._modules[list(self._blocks._modules)[i]] = module
 
-def _set_last(container: nn.Module, module: nn.Module) -> None:
-    name = list(container._modules)[-1]
-    container._modules[name] = module
+
+class Passage(NamedTuple):
+    """What went through a module."""
+
+    entered: Tensor
+    left: Any
+
+
+@contextmanager
+def tap(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Passage]]:
+    """Inside, what last went through these modules in this thread; other threads pass other samples through the same."""
+    seen: dict[nn.Module, Passage] = {}
+    here = threading.get_ident()
+
+    def look(module: nn.Module, args: tuple[Tensor, ...], out: Any) -> None:
+        if threading.get_ident() == here:
+            seen[module] = Passage(args[0], out)
+
+    hooks = [module.register_forward_hook(look) for module in modules]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
