@@ -101,7 +101,8 @@ def corrupt_folder(
         require_valid(name, severity, seed, constants)
     require_between(1, 100, quality=quality)
     require_between(1, math.inf, workers=workers, optional=True)
-    pictures = _pictures(source)
+    pictures = find_pictures(source)
+    _require_distinct(source, pictures)
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigError(f"{target} lies in {source}: what is written there would be taken for a source next time.")
     settings = _settings(pictures, seed, resize_crop, constants, frost, quality)
@@ -210,8 +211,8 @@ def _resized(image: Image.Image, resize_crop: tuple[int, int] | None) -> Image.I
     return image.crop((left, top, left + side, top + side))
 
 
-def _pictures(source: Path) -> list[str]:
-    """All pictures below a folder, by their paths from it, sorted."""
+def find_pictures(source: Path) -> list[str]:
+    """All pictures below a folder, by their paths from it, sorted; none is an error."""
     if not source.is_dir():
         raise InputError(f"{source} is not a folder: give one with pictures in it, or in sub-folders, one per class.")
     found = sorted(
@@ -222,12 +223,16 @@ def _pictures(source: Path) -> list[str]:
     )
     if not found:
         raise InputError(f"{source} holds no pictures ({', '.join(sorted(SUFFIXES))}).")
+    return found
+
+
+def _require_distinct(source: Path, found: Sequence[str]) -> None:
+    """Refuse pictures that would be written to one file."""
     by_target: dict[str, str] = {}
     for picture in found:
         other = by_target.setdefault(str(Path(picture).with_suffix("")), picture)
         if other != picture:
             raise InputError(f"{source}: {other} and {picture} would be written to one file. Rename one of them.")
-    return found
 
 
 def _settings(

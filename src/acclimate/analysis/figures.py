@@ -1,0 +1,149 @@
+"""A picture with the numbers behind it: how it is drawn, saved, and put into a page."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .._files import write_whole
+from ..errors import ConfigError, StateError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+# Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows
+HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
+INK = "#1b1b1c"  # of text and axes; in a page it becomes the page's own colour
+SEQUENTIAL = "viridis"
+FORMATS = ("png", "svg", "csv", "json")
+
+
+@dataclass
+class Figure:
+    """A picture, what it shows, and its numbers.
+
+    Args:
+        name: Stem of its files.
+        title: A few words.
+        caption: What is shown, how it was made, and what it does not show; for somebody who has not seen the code.
+        rows: The numbers, one mapping for each row of the CSV file, all with the same keys.
+        canvas: The picture, drawn inside `drawing()`.
+        findings: Sentences with the numbers that matter.
+        protocol: How it was made, name by name.
+    """
+
+    name: str
+    title: str
+    caption: str
+    rows: Sequence[Mapping[str, Any]]
+    canvas: Canvas
+    findings: Sequence[str] = ()
+    protocol: Mapping[str, str] = field(default_factory=dict)
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write NAME.png, NAME.svg, NAME.csv, and NAME.json with the words; returns the files."""
+        words = {key: getattr(self, key) for key in ("name", "title", "caption", "findings", "protocol")}
+        contents = {
+            "png": self._drawn("png"),
+            "svg": self._drawn("svg"),
+            "csv": self.csv().encode(),
+            "json": json.dumps(words, indent=1, ensure_ascii=False).encode(),
+        }
+        for kind, content in contents.items():
+            write_whole(folder / f"{self.name}.{kind}", content)
+        return [folder / f"{self.name}.{kind}" for kind in contents]
+
+    def csv(self) -> str:
+        text = io.StringIO()
+        writer = csv.DictWriter(text, list(self.rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in self.rows)
+        return text.getvalue()
+
+    def _drawn(self, kind: str) -> bytes:
+        import matplotlib
+
+        content = io.BytesIO()
+        # the same numbers give the same file
+        fixed = {"svg.hashsalt": self.name, "svg.fonttype": "none"}
+        with matplotlib.rc_context(fixed):
+            metadata = {"Date": None} if kind == "svg" else {"Software": None}
+            self.canvas.savefig(content, format=kind, dpi=200, metadata=metadata, transparent=kind == "svg")
+        return content.getvalue()
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A figure as it was saved."""
+
+    title: str
+    caption: str
+    findings: list[str]
+    protocol: dict[str, str]
+    svg: str  # to stand in a page: its text and axes take the page's colour
+
+    @classmethod
+    def read(cls, words: Path) -> Kept:
+        """From its JSON file, and the picture beside that."""
+        try:
+            content = json.loads(words.read_text())
+            svg = words.with_suffix(".svg").read_text()
+            kept = {key: content[key] for key in ("title", "caption", "findings", "protocol")}
+        except (OSError, ValueError, KeyError) as error:
+            raise StateError(f"{words} is not a figure of `acclimate analyze` ({error}): make it again.") from None
+        return cls(**kept, svg=_inline(svg, words.stem))
+
+
+def _inline(svg: str, name: str) -> str:
+    """An SVG file as part of a page: no prolog, names that no other picture has, and the page's colour for ink."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
+    svg = re.sub(r'(xlink:href="|url\()#', rf"\1#{name}-", svg)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    return svg.replace(INK, "currentColor")
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Inside, matplotlib draws as a paper does, without a screen."""
+    try:
+        import matplotlib
+        from cycler import cycler
+    except ImportError:
+        raise ConfigError("Figures need matplotlib and scikit-learn: pip install 'acclimate[figures]'.") from None
+    style = {
+        "backend": "Agg",
+        "font.family": "sans-serif",
+        "font.size": 9,
+        "axes.titlesize": 9,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.prop_cycle": cycler(color=HUES),
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "grid.color": "#9a9a9a",
+        "grid.alpha": 0.25,
+        "grid.linewidth": 0.6,
+        "legend.frameon": False,
+        "lines.linewidth": 1.6,
+        "figure.constrained_layout.use": True,
+        **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    }
+    with matplotlib.rc_context(style):
+        yield
+
+
+def new(width: float, height: float) -> Canvas:
+    """An empty picture, in inches; it belongs to nobody but the caller."""
+    from matplotlib.figure import Figure as Canvas
+
+    return Canvas(figsize=(width, height))
