@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 import acclimate
-from acclimate.check import tiny_batches, tiny_vit
+from acclimate.check import CHECKS, Case, tiny_batches, tiny_vit
 from acclimate.engine import entropy
 from acclimate.errors import ConfigError, InputError
+from acclimate.method import find
 from acclimate.methods.cmf import CMF
 from acclimate.methods.roid import soft_likelihood_ratio
 
@@ -75,10 +76,31 @@ def test_the_reference_multiplies_the_logits(batches):
 
 
 @pytest.mark.parametrize("method", ["roid", "cmf"])
+def test_a_window_learns_from_single_images_as_from_a_batch(method):
+    first, second = tiny_batches(2)
+    whole = acclimate.adapt(tiny_vit(), method, lr=0.01, **HOW)
+    single = acclimate.adapt(tiny_vit(), method, lr=0.01, window=len(first), **HOW)
+    for batch in (first, second):
+        expected = whole(batch)
+        outputs = [single(image[None]) for image in batch]
+        # the last image knows the whole window's frequencies; those before it only what came before
+        torch.testing.assert_close(outputs[-1], expected[-1:], atol=1e-5, rtol=1e-4)
+        assert single.record.used == whole.record.used > 0
+        for mine, theirs in zip(single.engine.parameters, whole.engine.parameters):
+            torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+    assert single.record.step == 2 * len(first)
+
+
+@pytest.mark.parametrize("check", ["save_load_continue", "batch_of_one", "bad_images_leave_the_state_alone"])
+def test_a_window_needs_no_excuse(check):
+    CHECKS[check](Case(find("roid"), "timm", {"window": 3}))
+
+
+@pytest.mark.parametrize("method", ["roid", "cmf"])
 def test_a_stream_of_single_images_is_refused(method):
     model = acclimate.adapt(tiny_vit(), method, **HOW)
     before = model._capture()
-    with pytest.raises(InputError, match=r"pass at least two at once, or choose a method"):
+    with pytest.raises(InputError, match=r"pass at least two at once, let it collect some \(window=16\)"):
         model(tiny_batches(1, 1)[0])
     after = model._capture()
     assert all(torch.equal(before[name].nan_to_num(), after[name].nan_to_num()) for name in before)

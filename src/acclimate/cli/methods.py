@@ -33,7 +33,8 @@ def _list() -> None:
         cls = find(name)
         statistics = [f"source statistics ({', '.join(cls.needs)})"] if cls.needs else []
         needs = [*statistics, *(["augmentation"] if cls.augments else [])]
-        alone = "no" if "batch_of_one" in cls.exceptions else "yes"
+        windowed = "with window=" if "window" in cls.options() else "no"
+        alone = windowed if "batch_of_one" in cls.exceptions else "yes"
         table.add_row(name, cls.adapts, ", ".join(needs) or "nothing", alone, cls.paper)
     Console().print(table)
     print("\nOne image: whether a stream of single images can be adapted to. `acclimate methods NAME` explains one.")

@@ -38,6 +38,7 @@ class CMF(ROID):
         gamma: Share of the adapted parameters that stays when they are drawn towards the hidden model.
         q: Variance that the hidden model gains at each step, for the norms of ViT-B; it is proportional to the number of
             adapted parameters.
+        window: Of a stream of single images: see `ROID`.
         reference: Behave as the released code: see `ROID`.
     """
 
@@ -55,10 +56,17 @@ class CMF(ROID):
         alpha: float = 0.99,
         gamma: float = 0.99,
         q: float = 0.005,
+        window: int | None = None,
         reference: bool = False,
     ) -> None:
         super().__init__(
-            lr=lr, momentum=momentum, nesterov=nesterov, decay=decay, temperature=temperature, reference=reference
+            lr=lr,
+            momentum=momentum,
+            nesterov=nesterov,
+            decay=decay,
+            temperature=temperature,
+            window=window,
+            reference=reference,
         )
         require_between(0, 1, alpha=alpha, gamma=gamma)
         require_between(0, math.inf, q=q)

@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..engine import Engine, entropy, of_all
-from ..errors import InputError, NonFiniteError, require_between
+from ..errors import InputError, NonFiniteError, require_between, require_whole
 from ..method import Method, Step, register
 from ..vit import ViT, parameters_of
 from ._augment import jitter_and_move
 from ._predictions import nothing_yet, or_uniform
 from ._teacher import blend, require_nesterov, symmetric_cross_entropy
+from ._window import Window
 
 
 @register("roid")
@@ -30,9 +31,9 @@ class ROID(Method):
     the same prediction. After each step the parameters move a little towards the source. What is returned is from before the
     update, weighted by how often the batch predicts each class.
 
-    Needs the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`), and batches of two images or more: the
-    weights compare the samples of a batch. A stream of single images is refused; a single image at the end of another
-    stream is predicted, and nothing is learned from it.
+    Needs the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`), and batches of two images or more, or a
+    window: the weights compare the samples of a batch. Without a window a stream of single images is refused; a single image
+    at the end of another stream is predicted, and nothing is learned from it.
 
     Args:
         lr: Learning rate.
@@ -41,6 +42,9 @@ class ROID(Method):
         decay: Share of the average prediction that stays at each step.
         temperature: Of the weights: the lower, the more a diverse and certain sample counts.
         source_momentum: Share of the adapted parameters that stays when they move towards the source.
+        window: In a stream of single images, learn from so many at a time, once these have come; the frequency of the
+            classes is that in the last so many. The authors pass all of them with each image; here the logits from when
+            an image came are remembered (ours).
         reference: Behave as the authors' released code: the logits, not the probabilities, are multiplied with the classes'
             frequency, and a batch whose samples are equally diverse or equally certain is not learned from (its weights are
             0/0; here these samples count alike).
@@ -49,7 +53,7 @@ class ROID(Method):
     paper = "Marsden et al., WACV 2024"
     adapts = "all norms"
     augments = True
-    exceptions: ClassVar = {"batch_of_one": "the weights compare the samples of a batch"}
+    exceptions: ClassVar = {"batch_of_one": "the weights compare the samples of a batch; give window= for single images"}
 
     def __init__(
         self,
@@ -60,6 +64,7 @@ class ROID(Method):
         decay: float = 0.9,
         temperature: float = 1 / 3,
         source_momentum: float = 0.99,
+        window: int | None = None,
         reference: bool = False,
     ) -> None:
         super().__init__()
@@ -67,34 +72,49 @@ class ROID(Method):
         require_between(0, 1, momentum=momentum, decay=decay, source_momentum=source_momentum)
         require_between(1e-6, math.inf, temperature=temperature)
         require_nesterov(nesterov, momentum)
+        if window is not None:
+            require_whole(2, window=window)
         self.lr = lr
         self.momentum = momentum
         self.nesterov = nesterov
         self.decay = decay
         self.temperature = temperature
         self.source_momentum = source_momentum
+        self.window = window
         self.reference = reference
 
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
         self._adapted = parameters_of(vit.norms)
         self.average: Tensor  # prediction; NaN until there is one
         self.register_buffer("average", nothing_yet(vit))
+        self.collected = None if self.window is None else Window(self.window, vit)
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
-        if batch_size == 1:
+        if batch_size == 1 and self.window is None:
             raise InputError(
                 f"{self.name} compares the samples of a batch, which a single image does not allow: pass at least two at "
-                "once, or choose a method that learns from one (dct, sar, tent)."
+                "once, let it collect some (window=16), or choose a method that learns from one (dct, sar, tent)."
             )
         return torch.optim.SGD(self._adapted, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         logits = engine.predict(images)
         everybody = engine.gather(logits)
-        corrected = self.corrected(logits, everybody)
-        if len(everybody) == 1:
+        if len(everybody) > 1:
+            return Step(self.corrected(logits, everybody), *self.learn(images, everybody, engine))
+        if self.collected is None:
+            corrected = self.corrected(logits, everybody)
             return Step(corrected, event="skipped: a single image cannot be compared with others")
+        image = engine.gather(images)
+        batch, outputs, complete = self.collected.with_next(image[0], everybody[0])
+        corrected = self.corrected(logits, outputs)
+        learned = self.learn(engine.divide(batch), outputs, engine) if complete else ()
+        self.collected.add(image[0], everybody[0])
+        return Step(corrected, *learned)
+
+    def learn(self, images: Tensor, everybody: Tensor, engine: Engine) -> tuple[int, float]:
+        """One update by images, of which a rank has its share, and the logits of them all."""
         weights, kept = self.weights(everybody)
         if not weights.isfinite().all():
             raise NonFiniteError("the weights of this batch are not finite; no update was applied.")
@@ -107,7 +127,7 @@ class ROID(Method):
         self.remember(everybody)
         engine.update()
         self.ensemble(engine)
-        return Step(corrected, used=sweep.used, loss=sweep.loss)
+        return sweep.used, sweep.loss
 
     def augmented(self, images: Tensor, kept: Tensor, engine: Engine) -> Tensor:
         """One view of each kept image."""

@@ -1,0 +1,36 @@
+"""The last images of a stream of single ones, for methods that compare the samples of a batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..vit import ViT, require
+
+
+class Window(nn.Module):
+    """So many places, taken in turn. With every image that fills the last place, the window is a batch to learn from."""
+
+    def __init__(self, size: int, vit: ViT) -> None:
+        super().__init__()
+        require(vit.model, vit.image_size is not None, "a window remembers images, which have to be of one size")
+        self.images: Tensor
+        self.logits: Tensor
+        self.seen: Tensor
+        pictures = torch.zeros(size, vit.channels, *(vit.image_size or ()), dtype=vit.dtype, device=vit.device)
+        self.register_buffer("images", pictures)
+        self.register_buffer("logits", torch.zeros(size, vit.classes, device=vit.device))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def with_next(self, image: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, bool]:
+        """Images and logits as they would be with one more image, and whether it completes a batch; nothing changes."""
+        place, size = int(self.seen) % len(self.images), min(int(self.seen) + 1, len(self.images))
+        images, all_logits = self.images[:size].clone(), self.logits[:size, : logits.shape[-1]].clone()
+        images[place], all_logits[place] = image, logits.to(all_logits)
+        return images, all_logits, place == len(self.images) - 1
+
+    def add(self, image: Tensor, logits: Tensor) -> None:
+        place = int(self.seen) % len(self.images)
+        self.images[place] = image
+        self.logits[place, : logits.shape[-1]] = logits.to(self.logits)
+        self.seen += 1
