@@ -18,10 +18,11 @@ from acclimate.bench.results import Results
 from acclimate.bench.spec import Protocol
 from acclimate.bench.store import Store
 from acclimate.bench.tables import Grid, differences, fingerprint, latex, markdown, written
+from acclimate.check import tiny_vit
 from acclimate.cli import main
 from acclimate.data import bundled
 from acclimate.data.catalog import Data
-from acclimate.data.datasets import Corrupted, Subset
+from acclimate.data.datasets import Corrupted, Images, Subset
 from acclimate.errors import ConfigError, ModelError, StateError
 from acclimate.models import load_model, pick_device
 
@@ -67,6 +68,26 @@ def test_a_method_with_several_options_has_several_rows(runs):
     methods = ["source", ("tent", {}), ("tent", {"lr": 0.1}), ("tent", {"lr": 0.1, "momentum": 0.0})]
     found = acclimate.bench(methods=methods, corruptions=["fog"], store=runs, tuned=False, **SMALL)
     assert Grid(found).methods == ["source", "tent", "tent(lr=0.1)", "tent(lr=0.1, momentum=0.0)"]
+
+
+def test_tuned_learning_rates_follow_the_batch_as_a_methods_own_do():
+    """Of those that the method scales: SAR's norms, not DCT's generators, not the rate that CoTTA keeps."""
+    at_64, at_1 = bundled.tuned(), bundled.tuned(1)
+    assert at_1["sar"]["lr"] == pytest.approx(at_64["sar"]["lr"] / 64)
+    assert at_1["dct"]["lr_generator"] == at_64["dct"]["lr_generator"]
+    results = acclimate.bench(
+        methods=["sar"], corruptions=["fog"], settings=["normal", "bs1"], store=None, images=64, batch_size=64
+    )
+    assert [o.spec.config["lr"] for o in results] == [at_64["sar"]["lr"], at_1["sar"]["lr"]]
+
+
+@pytest.mark.parametrize("family", ["hf", "torchvision"])
+def test_methods_that_augment_learn_the_normalisation_from_the_data(family):
+    """Models of these families do not say it."""
+    images = Images(np.zeros((8, 32, 32, 3), np.uint8), np.zeros(8, np.int64), np.arange(8))
+    domains = [Corrupted(images, "gaussian_noise", 3, mean=bundled.MEAN, std=bundled.STD)]
+    (outcome,) = acclimate.bench(tiny_vit(family), domains, methods=["spa"], batch_size=4, store=None)
+    assert outcome.result.samples == 8
 
 
 def test_reference_is_without_a_guard_and_said_in_the_card():

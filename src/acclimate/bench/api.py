@@ -22,7 +22,7 @@ from ..models import BUNDLED, load_model, pick_device
 from ..source import SourceStatistics
 from .results import Results
 from .spec import Protocol
-from .store import Store
+from .store import Outcome, Store
 from .sweep import sweep
 
 FIRST = ("source", "tent", "sar", "dct")
@@ -115,13 +115,17 @@ def bench(
     name = model_name or (model if isinstance(model, str) else type(model).__name__)
     net = (load_model(model, weights=weights) if isinstance(model, str) else model).to(pick_device(device))
 
-    usual = bundled.tuned() if tuned and not reference and model == BUNDLED else {}
     given = methods.items() if isinstance(methods, Mapping) else [(m, {}) if isinstance(m, str) else m for m in methods]
     authors: dict[str, Any] = {"reference": True} if reference else {}
-    chosen = [(method, {**usual.get(method, {}), **options, **authors}) for method, options in given]
-    for method, options in chosen:
+
+    def chosen(size: int) -> list[tuple[str, dict[str, Any]]]:
+        """The methods with their options, for batches of a size."""
+        usual = bundled.tuned(size) if tuned and not reference and model == BUNDLED else {}
+        return [(method, {**usual.get(method, {}), **options, **authors}) for method, options in given]
+
+    for method, options in chosen(batch_size):
         create(method, options)  # a wrong name is an error before the data is looked at
-    needed = any(find(method).needs for method, _ in chosen)
+    needed = any(find(method).needs for method, _ in given)
     statistics = bundled.statistics() if source is None and needed and model == BUNDLED else SourceStatistics.given(source)
 
     protocol = protocol or Protocol(guard=not reference)
@@ -151,13 +155,14 @@ def bench(
         for seed in seeds
         for group in ([found] if any(part in setting for part in ARRANGEMENTS) else [[domain] for domain in found])
     ]  # fmt: skip
-    return Results(
-        sweep(
-            net, streams, chosen, model_name=name, dataset=dataset, protocol=protocol, source=statistics,
-            store=None if store is None else Store(store), again=again, shard=shard, jobs=jobs, on=on, gpus=gpus,
-            console=console,
-        )
-    )  # fmt: skip
+    outcomes: list[Outcome] = []
+    for size in dict.fromkeys(stream.batch_size for stream in streams):
+        outcomes += sweep(
+            net, [stream for stream in streams if stream.batch_size == size], chosen(size), model_name=name,
+            dataset=dataset, protocol=protocol, source=statistics, store=None if store is None else Store(store),
+            again=again, shard=shard, jobs=jobs, on=on, gpus=gpus, console=console,
+        )  # fmt: skip
+    return Results(outcomes)
 
 
 def _restricted(protocol: Protocol, data: Data) -> Protocol:

@@ -56,6 +56,7 @@ def carry_on(
                 precision=protocol.precision,
                 seed=job.spec.seed,
                 source=job.source,
+                **_normalisation(job.stream),
                 **job.options,
             )
             try:
@@ -64,6 +65,12 @@ def carry_on(
                 adapter.unwrap()
             store.write(job.spec, result)
     return result
+
+
+def _normalisation(stream: Stream) -> dict[str, Any]:
+    """The mean and deviation with which the pictures were normalised, for methods that augment them, if that is known."""
+    preprocess = stream.domains[0].identity.get("preprocess") or {}
+    return {name: preprocess[name] for name in ("mean", "std") if name in preprocess}
 
 
 @dataclass(frozen=True)

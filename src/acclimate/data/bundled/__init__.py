@@ -78,9 +78,17 @@ def images() -> Images:
     return read(HERE, "t10k")
 
 
-def tuned() -> dict[str, dict[str, Any]]:
-    """For each method, the options that `tools/tune_bundled.py` chose for this model on the four extra corruptions."""
+def tuned(batch_size: int = 64) -> dict[str, dict[str, Any]]:
+    """For each method, the options that `tools/tune_bundled.py` chose for this model on the four extra corruptions.
+
+    They were chosen for batches of 64. A learning rate that the method would scale with the batch is scaled so here, too.
+    """
+    from ...method import find
+
     chosen: dict[str, dict[str, Any]] = json.loads(TUNED.read_text())["chosen"]
+    for method, options in chosen.items():
+        if "lr" in options and find(method).options()["lr"].default is None:
+            options["lr"] *= batch_size / 64
     return chosen
 
 
