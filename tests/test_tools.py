@@ -97,6 +97,7 @@ def test_tuning_gives_every_method_the_same_trials(tmp_path, monkeypatch):
     tried = [outcome["trials"][method][1]["options"] for method in ("tent", "sar", "dct")]
     assert tried[0]["lr"] == tried[1]["lr"] == tried[2]["lr"] and tried[1]["margin"] == tried[2]["margin"]
     for method, trials in outcome["trials"].items():
+        assert all(len(trial["accuracy"]) == len(tune.SEVERITY) for trial in trials)
         best = max(trials, key=lambda trial: trial["mean"])
         assert outcome["chosen"][method] == best["options"]
 

@@ -105,10 +105,9 @@ def main() -> None:
             jobs=options.jobs,
             console=console,
         )
-        parts = [outcomes[i : i + len(domains)] for i in range(0, len(outcomes), len(domains))]
-        found = {
-            key: {outcome.spec.domains[0]: round(outcome.result.top1, 4) for outcome in part}
-            for key, part in zip(distinct, parts)
+        found = {  # one stream after another, and on each all trials
+            key: {outcome.spec.domains[0]: round(outcome.result.top1, 4) for outcome in outcomes[i :: len(distinct)]}
+            for i, key in enumerate(distinct)
         }
         return [found[json.dumps(trial)] for trial in trials]
 
