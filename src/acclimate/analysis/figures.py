@@ -102,11 +102,13 @@ class Kept:
 
 
 def _inline(svg: str, name: str) -> str:
-    """An SVG file as part of a page: no prolog, names that no other picture has, and the page's colour for ink."""
+    """An SVG file as part of a page: no prolog, names and rules that touch no other picture, the page's colour for ink."""
     svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.S)
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
     svg = re.sub(r'(xlink:href="|url\()#', rf"\1#{name}-", svg)
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S)
+    # as wide as it was drawn, and narrower where there is less room
+    svg = re.sub(r'width="([\d.]+)pt" height="[\d.]+pt"', r'style="max-width: \1pt; stroke-linejoin: round"', svg, count=1)
     return svg.replace(INK, "currentColor")
 
 

@@ -68,10 +68,10 @@ class Scene:
             console: Where reading the pictures shows its progress.
         """
         require_whole(1, count=count)
+        if pictures is None and model != BUNDLED:
+            raise InputError(f"The bundled images are not for {model}: give a folder of pictures (--pictures DIR).")
         net = load_model(model, weights=weights).to(pick_device(device))
         if pictures is None:
-            if model != BUNDLED:
-                raise InputError(f"The bundled images are not for {model}: give a folder of pictures (--pictures DIR).")
             shown = bundled.images().sample(count)
             return cls(
                 net, shown, True, BUNDLED, bundled.MEAN, bundled.STD, bundled.SEVERITY, bundled.CONSTANTS,

@@ -64,24 +64,49 @@ def panels(lines: Mapping[str, Mapping[str, Curve]], marks: Marks) -> tuple[Html
         low, high = ranges[stream]
         least, most = max(math.ceil(high / step) - steps, 0), min(math.floor(low / step), round(100 / step) - steps)
         start = step * ((least + most) // 2)
-        drawing = _panel(stream, curves, marks, (start, start + step * steps), size)
+        images = max(xs[-1] for xs, _ in curves.values())
+        ends = {name: f"{name} {ys[-1]:.1f} %" for name, (_, ys) in curves.items()}
+        about = f"{stream}: running top-1 accuracy over {images:,.0f} images. At the end: "
+        drawing = _panel(about, curves, ends, marks, (start, start + step * steps), size, "%", f"{images:,.0f} images")
         figures.append(tag("figure", tag("figcaption", breakable(stream)), drawing))
-    return tag("div", join(*figures), class_="panels", style=f"--panel:{size[0]}px"), step * steps
+    return _beside(figures, size[0]), step * steps
+
+
+def courses(lines: Mapping[str, Mapping[str, Curve]], marks: Marks) -> Html:
+    """Anything that is not negative against the share of the stream, in per cent: a panel for each quantity."""
+    size, figures = (350, 200), []
+    for what, curves in lines.items():
+        highest = max(max(ys) for _, ys in curves.values())
+        step = round_step(max(highest, 1e-6) / 5)
+        ends = {name: f"{name} {ys[-1]:.3g}" for name, (_, ys) in curves.items()}
+        about, limits = f"{what} along the stream. At the end: ", (0.0, step * math.ceil(highest / step) or step)
+        drawing = _panel(about, curves, ends, marks, limits, size, "", "100 % of the stream")
+        figures.append(tag("figure", tag("figcaption", what), drawing))
+    return _beside(figures, size[0])
+
+
+def _beside(figures: Sequence[Html], width: int) -> Html:
+    return tag("div", join(*figures), class_="panels", style=f"--panel:{width}px")
 
 
 def _panel(
-    stream: str, curves: Mapping[str, Curve], marks: Marks, limits: tuple[float, float], size: tuple[int, int]
+    about: str,
+    curves: Mapping[str, Curve],
+    ends: Mapping[str, str],
+    marks: Marks,
+    limits: tuple[float, float],
+    size: tuple[int, int],
+    unit: str,
+    until: str,
 ) -> Html:
-    images = max(xs[-1] for xs, _ in curves.values())
     left, top, right, bottom = 38, 8, size[0] - 4, size[1] - 22
-    x, y = Scale(0, images, left, right), Scale(*limits, bottom, top)
-    ends = {name: f"{name} {ys[-1]:.1f} %" for name, (_, ys) in curves.items()}
+    x, y = Scale(0, max(xs[-1] for xs, _ in curves.values()), left, right), Scale(*limits, bottom, top)
     return _svg(
         size,
-        f"{stream}: running top-1 accuracy over {images:,.0f} images. At the end: {', '.join(reversed(ends.values()))}.",
-        *_rules(y, left, right, "%"),
+        f"{about}{', '.join(reversed(list(ends.values())))}.",
+        *_rules(y, left, right, unit),
         tag("text", "0", x=left, y=size[1] - 6),
-        tag("text", f"{images:,.0f} images", x=right, y=size[1] - 6, text_anchor="end"),
+        tag("text", until, x=right, y=size[1] - 6, text_anchor="end"),
         *(
             tag(
                 "polyline",

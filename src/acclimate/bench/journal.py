@@ -73,6 +73,17 @@ class Journal:
             (self.folder / STATE).unlink(missing_ok=True)
 
 
+def steps_of(folder: Path) -> list[dict[str, Any]]:
+    """What a finished run has written down, step by step; nothing if it is not there."""
+    try:
+        with (folder / STEPS).open("rb") as file:
+            return [json.loads(line) for line in file]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise StateError(f"{folder / STEPS} cannot be read ({error}): remove {folder}, and the run starts afresh.") from None
+
+
 def latest(folder: Path) -> dict[str, Any] | None:
     """The last whole step that a run has written down, if there is one; for those who watch it."""
     try:

@@ -7,32 +7,47 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import ConfigError
-from ._charts import Curve, frontier, panels, scatter
+from ._charts import Curve, courses, frontier, panels, scatter
 from ._html import Html, breakable, join, tag
+from .journal import steps_of
 from .reported import Reported
 from .store import Outcome
 from .tables import Grid
+
+if TYPE_CHECKING:
+    from ..analysis.figures import Kept
 
 SUMMARIES = ("mean", "2nd half")  # the columns of a grid that are not a domain
 HUES = 7  # lines that can be told apart; the methods beyond the best so many are grey until they are picked
 WARM_UP = 0.05  # share of a stream that curves leave out, since a few images decide its running accuracy
 DASH, MINUS = "\N{EN DASH}", "\N{MINUS SIGN}"
 SEEN = 0.05  # points that are printed as 0.1 and more
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"  # nothing is ever fetched
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"  # nothing is fetched
+POINTS = 25  # of a line of health
 
 
-def page(outcomes: Sequence[Outcome], *, title: str, paper: Reported | None = None, notes: Sequence[str] = ()) -> str:
-    """A table of results, the curves and costs behind it, and the protocol, as HTML.
+def page(
+    outcomes: Sequence[Outcome],
+    *,
+    title: str,
+    paper: Reported | None = None,
+    notes: Sequence[str] = (),
+    figures: Sequence[Kept] = (),
+) -> str:
+    """A table of results, the curves, the health and the costs behind it, figures, and the protocol, as HTML.
 
     Args:
         outcomes: Runs that belong in one table. If their protocols differ, the page says so first.
         title: Of the page.
         paper: A table of the paper, whose rows are shown beside those of the same methods.
         notes: Sentences for the end of the page.
+        figures: Of `acclimate analyze`.
     """
     sheet = Sheet(outcomes)
     paper = paper and _fitting(paper, outcomes[0])
@@ -50,8 +65,10 @@ def page(outcomes: Sequence[Outcome], *, title: str, paper: Reported | None = No
         _warning(sheet.grid.differences),
         _section("Accuracy", *_accuracy(sheet, paper)),
         _section("Along the stream", *_curves(sheet)),
+        _section("Health", *_health(sheet)),
         _section("Cost", tag("div", _time(sheet), _costs(sheet), class_="beside")),
         _section("Events", *_events(sheet)),
+        *(_section(figure.title, *_figure(figure)) for figure in figures),
         _section("Protocol", *_protocol(sheet, title)),
         _section("Notes", _items("ul", notes)),
     )
@@ -287,6 +304,64 @@ def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> Curve:
     where = [images for images, _ in curves[0] if WARM_UP * end <= images <= end]
     each = [np.interp(where, *np.array(curve, dtype=float).T) for curve in curves]
     return where, (100 * np.mean(each, axis=0)).tolist()
+
+
+def _health(sheet: Sheet) -> Iterator[Html]:
+    """Drawn of the runs that are on disk with their steps."""
+    lines: dict[str, dict[str, Curve]] = {}
+    where = np.linspace(0, 1, POINTS)
+    for method in reversed(sheet.ranked):
+        runs = [steps for o in sheet.runs[method] if o.folder is not None and (steps := steps_of(o.folder))]
+        each = [_vital(steps) for steps in runs]
+        for what in each[0] if each else ():
+            course = np.mean([_course(vital[what], where) for vital in each], axis=0)
+            lines.setdefault(what, {})[method] = (100 * where).tolist(), course.tolist()
+    if not lines:
+        return
+    about = "Means over each method's runs. A method in good health stays sure of what it sees without becoming certain of "
+    about += (
+        "everything (an entropy that falls towards 0 is the sign of a collapse), goes on finding images to learn from, and "
+    )
+    yield tag("p", about + "moves away from the source slowly. What the guard and the methods' own recoveries did is below.")
+    yield courses(lines, sheet.marks)
+
+
+def _vital(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
+    """What tells how a run is doing, step by step."""
+    so_far = [0, *(step["images"] for step in steps)]
+    return {
+        "Entropy of the predictions, nats": _filled([step["entropy"] for step in steps]),
+        "Share of the images learned from": [
+            step["used"] / (now - before) for step, before, now in zip(steps, so_far, so_far[1:])
+        ],
+        "Distance from the source, relative": _filled([step["drift"] for step in steps]),
+    }
+
+
+def _filled(values: Sequence[float | None]) -> list[float]:
+    """Where there was no number, that of the step before."""
+    filled = [0.0]
+    for value in values:
+        filled.append(filled[-1] if value is None else value)
+    return filled[1:]
+
+
+def _course(values: Sequence[float], where: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The values of a run's steps, at shares of its stream; where there are more steps than shares, means between these."""
+    ends = np.cumsum(values)
+    count = len(values)
+    width = max(1, round(count / len(where)))
+    last = np.clip(np.round(where * count).astype(int), width, count)
+    before = np.concatenate([[0.0], ends])
+    return (before[last] - before[last - width]) / width
+
+
+def _figure(figure: Kept) -> Iterator[Html]:
+    yield tag("p", figure.caption)
+    yield _items("ul", figure.findings)
+    yield tag("figure", Html(figure.svg), class_="drawn")
+    how = _definitions({name: [value] for name, value in figure.protocol.items()})
+    yield tag("details", tag("summary", "How it was made"), how) if figure.protocol else Html()
 
 
 def _time(sheet: Sheet) -> Html:

@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from .._files import write_whole
@@ -34,6 +34,7 @@ class Outcome:
     spec: Spec
     result: Result
     found: bool = False  # in the store, from an earlier call
+    folder: Path | None = field(default=None, compare=False)  # where it was read from
 
 
 class Store:
@@ -102,7 +103,7 @@ def _read(path: Path) -> Outcome:
         values = content["result"]
         pairs = {name: [tuple(pair) for pair in values[name]] for name in ("events", "curve")}
         nll = math.inf if values["nll"] is None else values["nll"]
-        return Outcome(Spec(**content["spec"]), Result(**{**values, **pairs, "nll": nll}), found=True)
+        return Outcome(Spec(**content["spec"]), Result(**{**values, **pairs, "nll": nll}), True, path.parent)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StateError(f"{path} is not a result of this version ({error}): remove it, and it is run again.") from None
 

@@ -54,7 +54,7 @@ def add(commands: Commands) -> None:
         option("--severity", type=int, metavar="1..5", help="default: 5; of the bundled pictures 2")
         option("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
         option("--device", metavar="NAME", help="default: a GPU if there is one")
-        option("--out", default="runs/figures", metavar="DIR", help="default: %(default)s")
+        option("--out", default="figures", metavar="DIR", help="default: %(default)s")
         if name in ("attention-distance", "rollout", "tsne", "all"):
             option("--method", default="dct", metavar="NAME", help="what adapts (default: %(default)s)")
         if name in ("attention-distance", "rollout", "all"):

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from ._words import Commands, listed, numbers
+
+if TYPE_CHECKING:
+    from ..bench.store import Outcome
 
 FORMATS = ("terminal", "markdown", "csv", "latex", "json", "html")
 
@@ -57,7 +62,6 @@ def _table(given: argparse.Namespace) -> None:
     from ..bench.results import Results
     from ..bench.store import Store
     from ..errors import ConfigError
-    from ..method import list_methods
 
     outcomes = [outcome for folder in given.runs for outcome in Store(folder).outcomes()]
     methods = given.methods and listed("methods", given.methods)
@@ -74,8 +78,7 @@ def _table(given: argparse.Namespace) -> None:
     if not len(chosen):
         kept = f"none of the {len(outcomes)} finished runs there is what was asked for" if outcomes else "no finished run"
         raise ConfigError(f"{', '.join(given.runs)}: {kept}.")
-    order = methods or list_methods()
-    chosen = Results(sorted(chosen, key=lambda o: (order.index(o.spec.method), *map(_place, o.spec.domains), o.spec.seed)))
+    chosen = Results(ordered(chosen, methods))
     grids = chosen.grids(mix=given.mix)
     paper = given.paper and reported(given.paper)
     for grid in grids.values():
@@ -102,6 +105,14 @@ def _table(given: argparse.Namespace) -> None:
         print(f"{given.save}: {len(text.encode())} bytes")
     else:
         print(text)
+
+
+def ordered(outcomes: Iterable[Outcome], methods: Sequence[str] | None = None) -> list[Outcome]:
+    """As a table shows them: methods as they are listed, corruptions as in the papers, seeds."""
+    from ..method import list_methods
+
+    order = methods or list_methods()
+    return sorted(outcomes, key=lambda o: (order.index(o.spec.method), *map(_place, o.spec.domains), o.spec.seed))
 
 
 def _place(title: str) -> tuple[int, str]:
