@@ -102,6 +102,18 @@ def test_tuning_gives_every_method_the_same_trials(tmp_path, monkeypatch):
         assert outcome["chosen"][method] == best["options"]
 
 
+def test_the_comparison_puts_its_tables_between_its_marks(tmp_path, monkeypatch):
+    page = tmp_path / "results.md"
+    page.write_text("# Results\n\n<!-- bs1 -->\nold\n<!-- end of bs1 -->\n\nHow to read it.\n")
+    few = ["--methods", "source,roid", "--corruptions", "fog", "--images", 4, "--runs", tmp_path / "runs", "--page", page]
+    call(tool("compare_bundled"), monkeypatch, "--settings", "bs1,mixed", *few)
+    text = page.read_text()
+    assert "old" not in text and text.index("<!-- end of bs1 -->") < text.index("How to read it.") < text.index("## mixed")
+    assert text.count("| method | fog | mean | 2nd half |") == 2 and "- stream: bs1, batches of 1" in text
+    specs = [json.loads(path.read_text())["spec"] for path in (tmp_path / "runs").glob("roid*/result.json")]
+    assert sorted(spec["config"]["window"] or 0 for spec in specs) == [0, 16]
+
+
 def test_the_photographs_are_optional(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="skipped"):
         call(tool("try_imagenet_tiny"), monkeypatch, "--assets", tmp_path)
