@@ -3,7 +3,7 @@
     python tools/compare_bundled.py [--settings normal,bs1] [--methods source,dct] [--jobs 2 --threads 1]
 
 All 15 corruptions at severity 5 with CIFAR-10-C's constants, which were made for small images; with them the source model
-is right about two times in three. Every method has the options that `tools/tune_bundled.py` found for it on other corruptions
+is right two times in three. Every method has the options that `tools/tune_bundled.py` found for it on other corruptions
 and other images. All see the same images in the same order. A method that takes many passes for an image sees fewer images,
 and stands in a table of its own, beside Source on the same ones. Runs are kept in runs/compare: an interrupted comparison
 goes on where it was. The text between the tables is written by hand.
