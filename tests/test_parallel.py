@@ -122,6 +122,12 @@ def cfa(rank, folder):
 
 
 @scene
+def foa(rank, folder):
+    source = acclimate.source_statistics(tiny_vit(), tiny_batches(2, seed=3), kinds=["class_tokens"])
+    return go(wrap("foa", source=source, population=4), tiny_batches(5))
+
+
+@scene
 def rdumb(rank, folder):
     return go(wrap("rdumb", period=2, lr=0.01, margin=1.5, redundancy=0.7), tiny_batches(5))
 
@@ -427,7 +433,7 @@ def require_one_run(ranks, alone, tolerance=1e-5):
 
 
 @pytest.mark.parametrize(
-    "name", ["tent", "sar", "dct", "eata", "cfa", "rdumb", "delta", "after", "none_reliable", "recovery"]
+    "name", ["tent", "sar", "dct", "eata", "cfa", "foa", "rdumb", "delta", "after", "none_reliable", "recovery"]
 )
 def test_two_ranks_adapt_as_one_process(pair, name):
     alone = SCENES[name](0, None)

@@ -15,6 +15,7 @@ from acclimate.check import tiny_batches, tiny_vit
 from acclimate.data import bundled
 from acclimate.errors import ConfigError, InputError, ModelError, StateError
 from acclimate.source import SourceStatistics, source_statistics
+from acclimate.vit import view
 
 IMAGES = torch.cat(tiny_batches(2, size=7, seed=3))
 
@@ -54,6 +55,23 @@ def test_moments_and_class_means_of_squashed_features():
     assert not found["class_means"][3:].any()
 
 
+def test_class_tokens_are_those_of_the_next_norm(family):
+    model = tiny_vit(family)
+    found = source_statistics(model, IMAGES, kinds=["class_tokens"], batch_size=5).of("class_tokens")
+    vit = view(model)
+    entered = []
+    hooks = [b.module.register_forward_pre_hook(lambda m, args: entered.append(args[0][:, 0])) for b in vit.blocks]
+    with torch.no_grad():
+        last, _ = vit.features(IMAGES)
+        tokens = torch.cat([*(block.norm1(x) for block, x in zip(vit.blocks[1:], entered[1:])), last], dim=1)
+    for hook in hooks:
+        hook.remove()
+    torch.testing.assert_close(found["mean"], tokens.mean(0), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found["std"], tokens.std(0), atol=1e-5, rtol=1e-4)
+    one = source_statistics(model, IMAGES[:1], kinds=["class_tokens"]).of("class_tokens")
+    assert not one["std"].any() and one["mean"].isfinite().all()
+
+
 def test_a_loader_is_grouped_anew_and_cut(statistics):
     """Whatever its batches, with or without labels, and whatever else its tuples hold."""
     loader = [(IMAGES[:3], torch.zeros(3, dtype=torch.int64), "more"), IMAGES[3:], IMAGES]
@@ -79,7 +97,7 @@ def test_a_file_comes_back(tmp_path, statistics):
     again = SourceStatistics.load(tmp_path / "s.safetensors")
     assert again.about == statistics.about and again.model == statistics.model
     assert all(torch.equal(t, statistics.tensors[name]) for name, t in again.tensors.items())
-    assert "batch_size 5" in repr(again) and sorted(again.kinds) == ["features", "fisher"]
+    assert "batch_size 5" in repr(again) and sorted(again.kinds) == ["class_tokens", "features", "fisher"]
 
 
 def test_statistics_of_another_model_are_refused(tmp_path, statistics):
@@ -155,7 +173,7 @@ def test_bad_input_is_refused():
 def test_command(tmp_path, capsys):
     out = tmp_path / "s.safetensors"
     assert cli.main(["source-statistics", "--samples", "20", "--batch-size", "8", "--out", str(out)]) == 0
-    assert "fisher, features; samples 20, batch_size 8, labels given" in capsys.readouterr().out
+    assert "fisher, features, class_tokens; samples 20, batch_size 8, labels given" in capsys.readouterr().out
     model = acclimate.adapt(acclimate.bundled.model(), "eata", source=out)
     assert all(f.isfinite().all() and f.any() for f in model.method.fisher)
     for wrong, message in (

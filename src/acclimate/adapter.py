@@ -294,7 +294,7 @@ class Adapter(nn.Module):
             return None
         guard.observe(logits)
         problem = None
-        if not drift <= guard.drift:
+        if not (drift <= guard.drift or self.method.searches):
             problem = f"drift of {drift:.3g} from the source"
         elif guard.suspects(engine.num_classes):
             with engine.at_source():

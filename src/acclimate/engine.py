@@ -180,10 +180,13 @@ class Engine:
 
     def forward_features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """The same, and what entered the head, (batch, its width): logits and features."""
+        return self._forward_with(self.vit.features, images)
+
+    def _forward_with(self, passed: Callable[[Tensor], tuple[Tensor, Tensor]], images: Tensor) -> tuple[Tensor, Tensor]:
         self._count(forward=len(images))
         with self._autocast():
-            features, logits = self.vit.features(images)
-        return self._target(logits), _full(features)
+            more, logits = passed(images)
+        return self._target(logits), _full(more)
 
     def classify(self, features: Tensor) -> Tensor:
         """Logits of the target's classes from what enters the head."""
@@ -211,16 +214,24 @@ class Engine:
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and what entered the head, without gradients."""
+        return self._predict_with(self.vit.features, images, self.vit.head.in_features)
 
+    def class_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits, and the class tokens behind all blocks (`ViT.class_tokens`), without gradients."""
+        return self._predict_with(self.vit.class_tokens, images, self.vit.class_tokens_width)
+
+    def _predict_with(
+        self, passed: Callable[[Tensor], tuple[Tensor, Tensor]], images: Tensor, width: int
+    ) -> tuple[Tensor, Tensor]:
         @torch.no_grad()
         def work(parts: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, Tensor]]:
-            return [self.forward_features(part) for (part,) in parts]
+            return [self._forward_with(passed, part) for (part,) in parts]
 
         if not len(images):
             logits = self._unseen(images).logits
-            return logits, logits.new_zeros(0, self.vit.head.in_features)
+            return logits, logits.new_zeros(0, width)
         pairs = [pair for run in self._spread(work, (images,), selective=False) for pair in run]
-        return torch.cat([logits for logits, _ in pairs]), torch.cat([features for _, features in pairs])
+        return torch.cat([logits for logits, _ in pairs]), torch.cat([more for _, more in pairs])
 
     def gradient(
         self,

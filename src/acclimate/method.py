@@ -49,6 +49,8 @@ class Method(nn.Module):
     """Whether the logits of a step come from after its update anyway."""
     updates_once: ClassVar[bool] = True
     """Whether nothing can fail after a step's first update; otherwise the adapter keeps a copy of the state meanwhile."""
+    searches: ClassVar[bool] = False
+    """Whether it tries parameters far from the source's: then that distance is no sign of a collapse, to the guard."""
     quick: ClassVar[Mapping[str, Any]] = {}
     """Options with which the conformance suite runs, where the defaults would take it long."""
     exceptions: ClassVar[Mapping[str, str]] = {}

@@ -110,7 +110,35 @@ class Features(Statistic):
         }
 
 
-KINDS: dict[str, type[Statistic]] = {kind.kind: kind for kind in (Fisher, Features)}
+class ClassTokens(Statistic):
+    """Mean and standard deviation of the class token behind every block, side by side, as FOA compares them.
+
+    `mean` and `std` are as long as what `ViT.class_tokens` returns. A single image has no standard deviation: it is zero.
+    """
+
+    kind = "class_tokens"
+
+    def __init__(self, vit: ViT) -> None:
+        self._powers = torch.zeros(2, vit.class_tokens_width, dtype=torch.float64)
+        self._count = 0
+
+    def add(self, images: Tensor, labels: Tensor | None, engine: Engine) -> None:
+        tokens = engine.class_tokens(images)[1].cpu().double()
+        self._powers += torch.stack([tokens.sum(0), tokens.square().sum(0)])
+        self._count += len(tokens)
+
+    def result(self) -> dict[str, Tensor]:
+        mean, std = mean_and_std(self._powers[0], self._powers[1], self._count)
+        return {"mean": mean.float(), "std": std.float()}
+
+
+KINDS: dict[str, type[Statistic]] = {kind.kind: kind for kind in (Fisher, Features, ClassTokens)}
+
+
+def mean_and_std(sums: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """From sums of so many values and of their squares; the standard deviation is the unbiased one, of one value zero."""
+    mean = sums / max(count, 1)
+    return mean, ((squares - mean * sums) / max(count - 1, 1)).clamp(min=0).sqrt()
 
 
 def squashed(features: Tensor) -> Tensor:
@@ -195,7 +223,8 @@ def source_statistics(
         images: A tensor of images as the model takes them, or an iterable of batches (a `DataLoader`): tensors, or tuples
             that begin with images and labels. The first so many are taken: shuffle them.
         labels: Of the images, if these are one tensor. Without labels predictions stand in where labels are needed.
-        kinds: Which statistics: "fisher" (for EATA), "features" (moments and class means, for CFA).
+        kinds: Which statistics: "fisher" (for EATA), "features" (moments and class means, for CFA), "class_tokens" (mean
+            and standard deviation behind every block, for FOA).
         samples: How many images at most. EATA's authors take 2000.
         batch_size: Of the batches that the Fisher information is averaged over; its scale depends on it. The authors use
             that of the stream; images are grouped anew, whatever the loader's batches.

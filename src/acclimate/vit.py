@@ -229,6 +229,21 @@ class ViT:
             logits = self.logits(images)
         return seen[self.head].entered, logits
 
+    def class_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The class token behind every block, side by side, and the logits.
+
+        Behind a block it is as the next block's first norm leaves it; behind the last one it is what enters the head.
+        """
+        norms = [block.norm1 for block in self.blocks[1:]]
+        with tap([*norms, self.head]) as seen:
+            logits = self.logits(images)
+        tokens = [seen[norm].left[:, 0] for norm in norms]
+        return torch.cat([*tokens, seen[self.head].entered], dim=1), logits
+
+    @property
+    def class_tokens_width(self) -> int:
+        return (len(self.blocks) - 1) * self.width + self.head.in_features
+
     @property
     def layers(self) -> list[nn.Module]:
         """The modules that run in the blocks' places: the blocks themselves, or what surgery put around them."""

@@ -26,9 +26,9 @@ in Python:
 def add(commands: Commands) -> None:
     statistics = commands.add_parser(
         "source-statistics",
-        help="compute what EATA and CFA need to know of the source data",
+        help="compute what EATA, CFA and FOA need to know of the source data",
         description="Pass clean source images through a model and keep the statistics that some methods need: the Fisher "
-        "information of the norms, moments and class means of the features.",
+        "information of the norms, moments and class means of the features, and how the class tokens are spread.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -42,7 +42,7 @@ def add(commands: Commands) -> None:
     what.add_argument("--out", required=True, metavar="FILE", help="*.safetensors")
 
     how = statistics.add_argument_group("how")
-    how.add_argument("--kinds", default="fisher,features", metavar="LIST", help="default: %(default)s")
+    how.add_argument("--kinds", default="fisher,features,class_tokens", metavar="LIST", help="default: %(default)s")
     how.add_argument("--samples", type=int, default=2000, metavar="N", help="images, drawn at random; default: %(default)s")
     how.add_argument(
         "--batch-size",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -25,6 +26,7 @@ def leading_blocks(depth: int) -> range:
 class LeadingNorms(Method):
     """Methods that adapt these norms by SGD, at the field's learning rate or twice that for a batch of 1."""
 
+    lr_at_64: ClassVar[float] = 0.001
     single_sample_lr_factor = 2
 
     def __init__(
@@ -63,7 +65,7 @@ class LeadingNorms(Method):
         if self.lr is not None:
             return self.lr
         batch_size = self.batch_size or batch_size
-        return scaled_lr(batch_size) * (self.single_sample_lr_factor if batch_size == 1 else 1)
+        return scaled_lr(batch_size, self.lr_at_64) * (self.single_sample_lr_factor if batch_size == 1 else 1)
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
         return torch.optim.SGD(self._norms, lr=self.norm_lr(batch_size), momentum=self.momentum)

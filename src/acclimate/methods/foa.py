@@ -1,0 +1,154 @@
+"""FOA: Test-Time Model Adaptation with Only Forward Passes (Niu et al., ICML 2024)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..engine import Engine, entropy, require_finite
+from ..errors import InputError, require_between, require_whole
+from ..method import Method, Step, register
+from ..source import constants, mean_and_std
+from ..vit import ViT
+from ._cma import CMA
+from ._prompts import new_prompts
+
+if TYPE_CHECKING:
+    from ..source import SourceStatistics
+
+
+@register("foa")
+class FOA(Method):
+    """Search, with forward passes alone, for prompt tokens that make the model sure and its class tokens like the source's.
+
+    CMA-ES draws a population of prompts for every batch. Their fitness is the sum of the batch's entropies, plus a weight
+    times the squared distance of mean and standard deviation of the class token behind every block from those of the source
+    data, for 64 samples. The last batch's best prompts compete as well, outside of the population. The logits are the best
+    candidate's, after what enters the head has been shifted: by the source's mean minus a moving average of the mean of all
+    candidates on earlier batches. On the first batch there is no shift. The fitness does not see it.
+
+    Beyond the batch it needs the source statistics "class_tokens", population + 1 forward passes, and the covariance of all
+    numbers in the prompts with its root: 85 MB for ViT-B. It needs batches of two images or more, which have a standard
+    deviation: a stream of single images is refused; a single image at the end of another stream is predicted, and nothing is
+    learned from it. A model that is frozen predicts with the best prompts of the last batch, and the shift.
+
+    Args:
+        prompts: Number of prompt tokens, behind the class token.
+        population: Candidates that are drawn for each batch.
+        discrepancy: Weight of the distance from the source. The authors take 0.4, and 0.2 on ImageNet-R.
+        sigma: Standard deviation of the first candidates, around zero.
+        decay: Share of the moving average that stays at each step.
+        reference: As the authors' released code. It has no quirk to reproduce where a batch has two images or more.
+
+    Ours: CMA-ES, written after its author's tutorial, learns from the candidates that it has drawn and not from the best
+    prompts of before; the random numbers are the adapter's. Candidates are far from the prompts that it begins with, so the
+    guard does not take their distance for a sign of a collapse.
+    """
+
+    paper = "Niu et al., ICML 2024"
+    adapts = "prompt tokens, and a shift before the head"
+    needs = ("class_tokens",)
+    searches = True
+    quick: ClassVar = {"population": 4}
+    exceptions: ClassVar = {"batch_of_one": "one image has no standard deviation"}
+
+    def __init__(
+        self,
+        *,
+        prompts: int = 3,
+        population: int = 27,
+        discrepancy: float = 0.4,
+        sigma: float = 1.0,
+        decay: float = 0.9,
+        reference: bool = False,
+    ) -> None:
+        super().__init__()
+        require_whole(1, prompts=prompts)
+        require_whole(2, population=population)
+        require_between(0, math.inf, discrepancy=discrepancy)
+        require_between(1e-6, 1e6, sigma=sigma)
+        require_between(0, 1, decay=decay)
+        self.prompts = prompts
+        self.population = population
+        self.discrepancy = discrepancy
+        self.sigma = sigma
+        self.decay = decay
+        self.reference = reference
+
+    def receive(self, statistics: SourceStatistics, vit: ViT) -> None:
+        found = statistics.of("class_tokens")
+        self.source = constants((found["mean"], found["std"]), vit)
+
+    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+        self.best = new_prompts(vit, self.prompts, rng)
+        vit.prompt({0: self.best})
+        self.search = CMA(self.best.numel(), self.population, self.sigma).to(vit.device)
+        self.average: Tensor  # of what enters the head; NaN until there is one
+        self.register_buffer("average", torch.full((vit.head.in_features,), math.nan, device=vit.device))
+        return [self.best]
+
+    def optimizer(self, batch_size: int) -> None:
+        """There is none; but this is told how large the stream's batches are."""
+        if batch_size == 1:
+            raise InputError(
+                "foa compares the spread of a batch with the source's, and a single image has none: collect a few images "
+                "(the authors' 64, say) into a batch, or choose a method that learns from one (dct, sar, tent)."
+            )
+
+    def step(self, images: Tensor, engine: Engine) -> Step:
+        count = engine.places(images)[1]
+        if count == 1:
+            return Step(self.predict(images, engine), event="skipped: a single image has no spread to compare")
+        drawn = self.draw(engine)
+        candidates = [*drawn.to(self.best).view(-1, *self.best.shape), self.best.detach().clone()]
+        seen = [self.passed(images, candidate, engine) for candidate in candidates]
+        # of all ranks together
+        sums = engine.gather(torch.stack([s for s, _ in seen])[None]).sum(0)
+        fitness = self.fitness(sums, count)
+        require_finite(fitness)
+
+        best = int(fitness.argmin())
+        logits = self.shifted(seen[best][1], engine)
+        self.search.tell(drawn, fitness[:-1])
+        self.remember(sums[:, 1].mean(0)[-len(self.average) :] / count)
+        with torch.no_grad():
+            self.best.copy_(candidates[best])
+        return Step(logits, used=count, loss=float(fitness[best]))
+
+    def draw(self, engine: Engine) -> Tensor:
+        """A population, (population, prompts x width)."""
+        return self.search.ask(engine.rng)
+
+    def passed(self, images: Tensor, candidate: Tensor, engine: Engine) -> tuple[Tensor, Tensor]:
+        """Sums of the entropies, of the class tokens and of their squares, (3, length), and what entered the head."""
+        with engine.standing_at([candidate]):
+            logits, tokens = engine.class_tokens(images)
+        wide = tokens.double()
+        total = entropy(logits).double().sum().expand(wide.shape[1])
+        return torch.stack([total, wide.sum(0), wide.square().sum(0)]), tokens[:, -len(self.average) :]
+
+    def fitness(self, sums: Tensor, count: int) -> Tensor:
+        """Of every candidate, from its sums over so many samples: the lower, the better."""
+        entropies, tokens, squares = sums.unbind(1)
+        distance = sum(
+            (ours - source).square().sum(1) for ours, source in zip(mean_and_std(tokens, squares, count), self.source)
+        )
+        return entropies[:, 0] + self.discrepancy * count / 64 * distance
+
+    def remember(self, mean: Tensor) -> None:
+        """Take the mean of what entered the head into the average."""
+        first = bool(self.average.isnan().any())
+        self.average.copy_(mean if first else self.decay * self.average + (1 - self.decay) * mean)
+
+    def shifted(self, features: Tensor, engine: Engine) -> Tensor:
+        """Logits, after the features have been moved to where the source's are."""
+        shift = (self.source[0][-len(self.average) :] - self.average).nan_to_num(0.0)
+        with torch.no_grad():
+            return engine.classify((features + shift).to(engine.vit.dtype))
+
+    def predict(self, images: Tensor, engine: Engine) -> Tensor:
+        return self.shifted(engine.features(images)[1], engine)
