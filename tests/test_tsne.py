@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from acclimate.analysis import tsne
 from acclimate.analysis.embedding import Separability
@@ -58,12 +59,13 @@ def test_the_pictures_shown_are_few_and_of_all_classes(monkeypatch):
     ("method", "names"),
     [("dct", ["class-tokens", "separability", "conditioners"]), ("tent", ["class-tokens", "separability"])],
 )
-def test_figures_with_their_numbers_are_saved(method, names, tmp_path):
+def test_figures_with_their_numbers_are_saved(method, names, tmp_path, monkeypatch):
+    monkeypatch.setattr(tsne, "plane", lambda points, *, seed: points[:, :2])  # t-SNE takes its time
     figures = tsne.draw(scene(), DOMAINS, method)
     assert [figure.name for figure in figures] == names
     for figure in figures:
         assert all(file.stat().st_size > 500 for file in figure.save(tmp_path))
-        assert figure.findings and "severity" in figure.protocol and method in figure.protocol["method"].lower()
+        assert figure.findings and "severity" in figure.protocol and figure.protocol["method"].startswith(f"{method}(lr=")
     maps, lines = figures[0].rows, figures[1].rows
     panels = len(tsne.chosen_layers(DEPTH)) + 1
     assert len(maps) == panels * 48 and {row["model"] for row in maps} == {"each", "source"}
@@ -73,7 +75,8 @@ def test_figures_with_their_numbers_are_saved(method, names, tmp_path):
         assert len(figures[2].rows) == 2 * 3 * 48
 
 
-def test_without_classes_only_domains_are_measured():
+def test_without_classes_only_domains_are_measured(monkeypatch):
+    monkeypatch.setattr(tsne, "plane", lambda points, *, seed: points[:, :2])
     figures = tsne.draw(scene(labelled=False), DOMAINS, "source")
     assert {row["of"] for row in figures[1].rows} == {"domain"}
     assert len(figures[0].canvas.axes) == len(tsne.chosen_layers(DEPTH)) + 1
@@ -139,3 +142,12 @@ def test_bad_input_is_refused_before_any_work(monkeypatch):
         tsne.draw(scene(), ["fog"])
     with pytest.raises(InputError, match="4 pictures are too few"):
         tsne.draw(scene(4), DOMAINS)
+
+
+def test_classes_of_a_folder_are_named_after_its_folders(tmp_path):
+    for name in ("bag", "coat"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (28, 28)).save(tmp_path / name / "1.png")
+    opened = Scene.open(pictures=tmp_path, count=2)
+    assert opened.classes == ("bag", "coat") and opened.labelled and opened.images.labels.tolist() == [0, 1]
+    assert not Scene.open(pictures=tmp_path / "bag", count=1).labelled

@@ -42,7 +42,7 @@ MODELS = {  # what is compared, and how it is drawn
     "each": ("adapted, one model per domain", HUES[1], "-", "s"),
     "one": ("adapted, one model for all domains", HUES[0], "-", "^"),
 }
-INPUTS = {"input": "class token, their input", "k": "key conditioner $C_k$", "v": "value conditioner $C_v$"}
+INPUTS = {"input": "class token (generator input)", "k": "key conditioner $C_k$", "v": "value conditioner $C_v$"}
 GREY = "#c8c8c8"
 Places = npt.NDArray[np.float64]
 Measured = dict[tuple[str, int, str], Separability]  # by model, layer, and "domain" or "class"
@@ -143,7 +143,7 @@ def gather(
         measurable=measurable if scene.labelled and len(np.unique(label[measurable])) > 1 else None,
         embeddings={name: joined(each) for name, each in kept.items()},
         block=block,
-        method=repr(wanderer.method),
+        method=f"{method}({wanderer.method.extra_repr()})",
     )
 
 
@@ -257,7 +257,7 @@ def _separability(cloud: Cloud, measured: Measured, method: str, protocol: Mappi
             lower.plot(layers, [value.silhouette for value in values], **style)
         upper.axhline(100 * values[0].chance, color="#7F7F7F", linestyle=":", linewidth=1.2, label="chance")
         lower.axhline(0, color="#7F7F7F", linestyle=":", linewidth=1.2)
-        upper.set_title(f"{what.capitalize()}s")
+        upper.set_title("Domains" if what == "domain" else "Classes")
         lower.set_xlabel("layer (after so many blocks)")
         lower.set_xticks(layers if len(layers) <= 12 else layers[1::2])
     grid[0, 0].set_ylabel("accuracy of a linear probe (%)")
@@ -265,6 +265,7 @@ def _separability(cloud: Cloud, measured: Measured, method: str, protocol: Mappi
     grid[1, 0].set_ylabel("silhouette score")
     handles, names = grid[0, 0].get_legend_handles_labels()
     canvas.legend(handles, names, loc="outside lower center", ncols=2)
+    canvas.align_ylabels(grid[:, 0])
     rows = [dict(model=model, layer=layer, of=what, **asdict(value)) for (model, layer, what), value in measured.items()]
     caption = (
         f"How well the class token after each layer tells the {len(cloud.domains)} domains apart (left), and the classes of "
@@ -361,7 +362,7 @@ def _between(part: str, found: Mapping[tuple[str, str], Separability]) -> str:
 def _protocol(scene: Scene, cloud: Cloud, severity: int | None, seed: int) -> dict[str, str]:
     return {
         "model": scene.name,
-        "pictures": f"{len(scene.images.labels)} to adapt to, in one pass, of which {_amount(cloud)} are shown and measured",
+        "pictures": f"{len(scene.images.labels)} to adapt to, in one pass; {_amount(cloud)} shown and measured",
         "corruptions": ", ".join(cloud.domains),
         "severity": str(severity or scene.severity),
         "method": cloud.method,
