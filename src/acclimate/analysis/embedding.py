@@ -1,0 +1,201 @@
+"""Class tokens and conditioners of a model, and how well they tell domains and classes apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor, nn
+
+from ..adapter import Adapter
+from ..data.corruptions import Integers
+from ..errors import ConfigError, InputError
+from ..methods.dct import DCT
+from ..vit import ViT, tap, view
+
+Array = npt.NDArray[np.float32]
+PARTS = ("input", "q", "k", "v")
+PASSED = 16  # images at a time: their tokens after every block are in memory together
+FOLDS = 5
+
+
+@dataclass(frozen=True)
+class Embedding:
+    """Of some images, (images, width) each.
+
+    Args:
+        class_tokens: By layer: after so many blocks. The last one is what enters the head, behind the final norm.
+        conditioners: By block, counted from 0, and part: "q", "k" and "v" with their heads side by side, and "input", the
+            class token behind the block's first norm, which they are made from.
+    """
+
+    class_tokens: dict[int, Array]
+    conditioners: dict[tuple[int, str], Array]
+
+
+@torch.no_grad()
+def embed(
+    model: nn.Module,
+    images: Tensor,
+    *,
+    layers: Sequence[int],
+    blocks: Sequence[int] = (),
+    console: Console | None = None,
+) -> Embedding:
+    """What a plain model, or an adapter, which stays as it is, makes of images; only class tokens are kept of a pass.
+
+    Args:
+        model: Any that `adapt` takes, or what it returned.
+        images: As the model takes them.
+        layers: Whose class tokens are wanted, from 1 to the number of blocks.
+        blocks: Whose conditioners are wanted, from 0: only an adapter by DCT has any.
+        console: Where progress is shown.
+    """
+    adapter = model if isinstance(model, Adapter) else None
+    vit = adapter.engine.vit if adapter is not None else view(model)
+    depth = len(vit.blocks)
+    for layer in layers:
+        if not 1 <= layer <= depth:
+            raise ConfigError(f"layers: {layer} is not one of 1 to {depth}, the layers of this model.")
+    conditioned = conditioned_blocks(model)
+    for block in blocks:
+        if block not in conditioned:
+            raise ConfigError(f"blocks: {block} has no conditioners ({_numbers(conditioned)} of this model have).")
+    after = {layer: vit.head if layer == depth else vit.layers[layer - 1] for layer in layers}
+    before = {block: vit.blocks[block].norm1 for block in blocks}
+    tokens: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    made: dict[tuple[int, str], list[Tensor]] = {(block, part): [] for block in blocks for part in PARTS}
+    with _running(model, vit) as run, tap([*after.values(), *before.values()]) as seen:
+        for part in track(images.split(PASSED), "class tokens", console=console or Console(quiet=True), transient=True):
+            run(part)
+            for layer, module in after.items():
+                tokens[layer].append(_kept(seen[module].entered if layer == depth else seen[module].left[:, 0]))
+            for block, norm in before.items():
+                for name, vectors in _conditioners(adapter, block, seen[norm].left[:, 0]).items():
+                    made[block, name].append(_kept(vectors))
+            seen.clear()
+    return Embedding(
+        {k: torch.cat(v).numpy() for k, v in tokens.items()}, {k: torch.cat(v).numpy() for k, v in made.items()}
+    )
+
+
+def joined(embeddings: Sequence[Embedding]) -> Embedding:
+    """One after another."""
+    first = embeddings[0]
+    return Embedding(
+        {key: np.concatenate([each.class_tokens[key] for each in embeddings]) for key in first.class_tokens},
+        {key: np.concatenate([each.conditioners[key] for each in embeddings]) for key in first.conditioners},
+    )
+
+
+def conditioned_blocks(model: nn.Module) -> list[int]:
+    """The blocks whose conditioners are made from the class token; none, if the method is not DCT, or has no generators."""
+    if not isinstance(model, Adapter) or not isinstance(model.method, DCT) or not model.method.generator:
+        return []
+    return [int(block) for block in model.method.generators]
+
+
+def _conditioners(adapter: Adapter | None, block: int, class_token: Tensor) -> dict[str, Tensor]:
+    assert adapter is not None and isinstance(adapter.method, DCT)
+    generator: Any = adapter.method.generators[str(block)]
+    return {"input": class_token, **{part: generator.generate(part, class_token).flatten(1) for part in PARTS[1:]}}
+
+
+@contextmanager
+def _running(model: nn.Module, vit: ViT) -> Iterator[Callable[[Tensor], Tensor]]:
+    """How images are passed, whole and in this thread, where a tap sees them; an adapter would share them out to others."""
+    adapter = model if isinstance(model, Adapter) else None
+    if adapter is None:
+        yield lambda images: vit.logits(vit.check(images))
+        return
+    engine = adapter.engine
+    whole, engine.whole = engine.whole, True
+    try:
+        with adapter.frozen():
+            yield adapter
+    finally:
+        engine.whole = whole
+
+
+def _kept(vectors: Tensor) -> Tensor:
+    """A copy, so that the rest of the tokens can go."""
+    return vectors.float().cpu().clone()
+
+
+def _numbers(blocks: Sequence[int]) -> str:
+    return ", ".join(map(str, blocks)) or "none"
+
+
+@dataclass(frozen=True)
+class Separability:
+    """How well points tell kinds apart."""
+
+    accuracy: float  # of a linear probe on pictures that it was not fitted to
+    deviation: float  # of that accuracy, over the folds
+    chance: float  # accuracy of always naming the most frequent kind
+    silhouette: float  # -1 to 1: how much nearer a point is to its own kind than to the next one; 0 if no nearer
+
+
+def separability(points: Array, kinds: Integers, pictures: Integers, *, seed: int = 0) -> Separability:
+    """Two numbers for how well points, (count, width), tell their kinds apart, every dimension brought to variance 1 first.
+
+    The probe is a logistic regression, cross-validated. All points of one picture are on the same side of a split: otherwise
+    a picture in fog would be recognised by its twin in frost.
+
+    Args:
+        points: One in each row.
+        kinds: Of every point: its domain, or its class.
+        pictures: Of every point: which picture it was made from.
+        seed: Of the folds.
+    """
+    require_sklearn()
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import silhouette_score
+    from sklearn.model_selection import StratifiedGroupKFold, cross_val_score
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+    from threadpoolctl import threadpool_limits
+
+    counts = np.unique(kinds, return_counts=True)[1]
+    if len(counts) < 2:
+        raise InputError("All points are of one kind: there is nothing to tell apart. Give two domains, or two classes.")
+    if len(np.unique(pictures)) < FOLDS:
+        raise InputError(f"{len(np.unique(pictures))} pictures are too few for a probe: give at least {FOLDS}.")
+    probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000))
+    folds = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=seed)
+    with threadpool_limits(1):  # the products are small: threads would spend their time waiting for each other
+        scores = cross_val_score(probe, points.astype(np.float64), kinds, groups=pictures, cv=folds)
+        silhouette = silhouette_score(standardised(points), kinds)
+    return Separability(
+        accuracy=float(scores.mean()),
+        deviation=float(scores.std()),
+        chance=float(counts.max() / counts.sum()),
+        silhouette=float(silhouette),
+    )
+
+
+def standardised(points: Array) -> npt.NDArray[np.float64]:
+    """Every dimension with mean 0 and variance 1, or 0 everywhere: a few dimensions of class tokens outweigh the others."""
+    wide = points.astype(np.float64)
+    deviation = wide.std(0)
+    return (wide - wide.mean(0)) / np.where(deviation > 1e-9 * np.abs(wide).max(initial=1e-30), deviation, np.inf)
+
+
+def frequent(kinds: Integers, pictures: Integers) -> npt.NDArray[np.bool_]:
+    """Which points are of kinds that have a picture for every fold."""
+    enough = [kind for kind in np.unique(kinds) if len(np.unique(pictures[kinds == kind])) >= FOLDS]
+    return np.isin(kinds, enough)
+
+
+def require_sklearn() -> None:
+    try:
+        import sklearn  # noqa: F401
+    except ImportError:
+        raise ConfigError("Embeddings need scikit-learn: pip install 'acclimate[figures]'.") from None
