@@ -41,7 +41,10 @@ SPACE: dict[str, Callable[[float], Any]] = {
     "affinity": lambda u: ("rbf", "knn")[int(2 * u)],
     "neighbours": lambda u: 1 + int(5 * u),
     "fisher_weight": lambda u: rounded(10 ** (1 + 3 * u)),
-    "lr_adam": lambda u: rounded(10 ** (-5 + 3 * u)),  # Adam's steps are as long as this, whatever the gradient
+    "lr, of Adam": lambda u: rounded(10 ** (-5 + 3 * u)),  # whose steps are as long as this, whatever the gradient
+    "lr, of prompts": lambda u: rounded(10 ** (-3 + 4 * u)),
+    "sigma": lambda u: rounded(10 ** (-1.5 + 2 * u)),
+    "discrepancy": lambda u: rounded(10 ** (-1.5 + 2 * u)),
 }
 SAR = ["lr", "margin", "recovery"]
 TUNABLE = {
@@ -50,7 +53,7 @@ TUNABLE = {
     "dct": [*SAR, "lr_generator", "init"],
     "t3a": ["supports_per_class"],
     "cotta": ["lr"],
-    "memo": ["lr_adam"],
+    "memo": ["lr, of Adam"],
     "adacontrast": ["lr"],
     "cfa": ["lr"],
     "eta": ["lr", "margin"],
@@ -60,19 +63,21 @@ TUNABLE = {
     "roid": ["lr"],
     "cmf": ["lr"],
     "lame": ["affinity", "neighbours"],
-    "rotta": ["lr_adam"],
+    "rotta": ["lr, of Adam"],
     "rdumb": ["lr", "margin"],
     "spa": ["lr", "lr_predictor"],
     "zerosiam": ["lr", "lr_predictor"],
+    "vpt": ["lr, of prompts", "margin", "recovery"],
+    "foa": ["sigma", "discrepancy"],
 }
-COSTLY = {"memo": 50}  # images of each corruption
+COSTLY = {"memo": 20, "foa": 200}  # images of each corruption
 SEVERITY = {"speckle_noise": 5, "gaussian_blur": 2, "spatter": 5, "saturate": 5}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=12, help="for each method; default: %(default)s")
-    parser.add_argument("--images", type=int, default=1000, help="of each corruption; default: %(default)s")
+    parser.add_argument("--images", type=int, default=500, help="of each corruption; default: %(default)s")
     parser.add_argument("--methods", default=",".join(TUNABLE), help="default: all")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="of each process; default: torch's")
