@@ -128,7 +128,8 @@ def test_parts_are_small_and_complete(model):
     images = torch.randn(130, 3, 32, 32)
     parts = in_parts(model, images)
     assert [len(part) for part in parts] == [64, 64, 2] and torch.equal(torch.cat(parts), images)
-    large = VisionTransformer(img_size=224, patch_size=16, embed_dim=1024, depth=24, num_heads=16, weight_init="skip")
+    with torch.device("meta"):  # its size is all that counts
+        large = VisionTransformer(img_size=224, patch_size=16, embed_dim=1024, depth=24, num_heads=16)
     assert len(in_parts(large, torch.zeros(9, 3, 1, 1))[0]) == 6
 
 
