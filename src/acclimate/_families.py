@@ -98,6 +98,7 @@ def _timm(model: Any) -> ViT | None:
         image_size=tuple(model.patch_embed.img_size) if fixed else None,
         class_token_suffices=plain and model.global_pool == "token",
         _blocks=model.blocks,
+        prefix=model.num_prefix_tokens,
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -375,6 +376,16 @@ class Engine:
         if selective and float(self.kept_share) < 0.75:
             size //= 2
         return min(size, math.ceil(len(images) / workers))
+
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Inside, a batch is one pass, in the caller's thread and not compiled: hooks on the model see all of it."""
+        usual = self._micro_batch, self._logits
+        self._micro_batch, self._logits = sys.maxsize, self.vit.logits
+        try:
+            yield
+        finally:
+            self._micro_batch, self._logits = usual
 
     # ---- ranks ------------------------------------------------------------------------------------------------
 

@@ -170,6 +170,7 @@ class ViT:
     image_size: tuple[int, int] | None  # None: any size the model itself accepts
     class_token_suffices: bool  # for the last block: the head reads no other token, and its attention can be short-cut
     _blocks: nn.Module  # the container, to exchange the last block
+    prefix: int = 1  # of the tokens, so many stand before the patches: the class token, and registers if there are any
 
     @property
     def norms(self) -> list[nn.Module]:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
+from .. import __version__
 from ..adapter import Adapter
 from ..data import bundled
 from ..data.datasets import Corrupted, Images
@@ -120,6 +121,38 @@ class Scene:
         for batch in track(stream, shown, console=console or Console(quiet=True), transient=True):
             adapter(batch.images)
         return adapter
+
+    def protocol(self, name: str, severity: int | None, adapter: Adapter, seed: int) -> dict[str, str]:
+        """How a figure was made, for its protocol: the model, the pictures, what happened to them, and what adapted."""
+        method, (count, height, width, _) = adapter.method, self.images.pixels.shape
+        options = method.options()
+        chosen = [f"{key}={value!r}" for key, value in method.config.items() if value != options[key].default]
+        return {
+            "model": self.name,
+            "pictures": f"{count} of {height} x {width} pixels",
+            "corruption": f"{name}, severity {severity or self.severity}",
+            "method": f"{method.name} ({', '.join(chosen)}; else as by default)"
+            if chosen
+            else f"{method.name}, as by default",
+            "stream": f"one pass in batches of {BATCH}, in random order",
+            "seed": str(seed),
+            "versions": f"acclimate {__version__}, torch {torch.__version__}",
+        }
+
+    def outcome(self, adapter: Adapter, clean: Tensor, corrupted: Tensor) -> str:
+        """Of a fresh adaptation, in words: how far it went, and how many predictions are as on the clean pictures.
+
+        That needs no labels, and what is read from a figure depends on it: where a method does not help, nothing can show
+        how it helps.
+        """
+        expected = predicted(self.source, clean)
+        with adapter.frozen():
+            same = [predicted(net, corrupted) == expected for net in (self.source, adapter)]
+        before, after = (float(agrees.float().mean()) for agrees in same)
+        return (
+            f"{int(adapter.steps)} steps moved what adapts by {100 * adapter.engine.drift():.2g} %; predictions are those "
+            f"of the clean picture for {100 * before:.1f} % of the pictures before, {100 * after:.1f} % after"
+        )
 
 
 def _read(folder: Path, preprocess: Preprocess, count: int, console: Console | None) -> tuple[Images, tuple[str, ...]]:
