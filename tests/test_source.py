@@ -111,7 +111,7 @@ def test_a_method_without_its_statistics_says_how_to_get_them():
     with pytest.raises(ConfigError, match=r"eata needs .*source_statistics\(.*acclimate source-statistics --model"):
         acclimate.adapt(tiny_vit(), "eata")
     features = source_statistics(tiny_vit(), IMAGES, kinds=["features"])
-    with pytest.raises(ConfigError, match=r"eata needs the statistics fisher; source= has features"):
+    with pytest.raises(ConfigError, match=r"eata needs .*\(fisher\); source= has features, not fisher"):
         acclimate.adapt(tiny_vit(), "eata", source=features)
 
 
