@@ -19,7 +19,6 @@ _HOME = {
     "list_methods": "method",
     "register": "method",
     "source_statistics": "source",
-    "train_prompts": "prompts",
 }
 _MODULES = {"bench": "bench", "bundled": "data.bundled", "errors": "errors"}
 __all__ = [*_HOME, *_MODULES, "__version__"]  # noqa: PLE0604
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from .data import bundled
     from .guard import Guard
     from .method import Method, Step, list_methods, register
-    from .prompts import train_prompts
     from .source import source_statistics
     from .wrap import adapt, load
 

@@ -1,7 +1,7 @@
 """Prompts, classifier and DINO heads that are trained on labelled source images: where DePT-G begins.
 
     data = open_data("folder", root, model)
-    acclimate.train_prompts(model, data.domains[0], data.class_names, "prompts.safetensors")
+    train_prompts(model, data.domains[0], data.class_names, "prompts.safetensors")
     model = acclimate.adapt(model, "dept-g", source="prompts.safetensors")
 
 The losses, the optimizer and its schedule are those of DePT's source phase (Gao et al., 2022). Ours is that the backbone
@@ -137,7 +137,7 @@ def train_prompts(
         console: Where progress is shown: a bar on a terminal, elsewhere a line for each epoch.
 
     Example:
-        >>> acclimate.train_prompts(model, domain, class_names, "prompts.safetensors")
+        >>> train_prompts(model, domain, class_names, "prompts.safetensors")
         >>> model = acclimate.adapt(model, "dept-g", source="prompts.safetensors")
     """
     sizes, recipe, console, out = sizes or Sizes(), recipe or PromptRecipe(), console or Console(quiet=True), Path(out)

@@ -134,7 +134,7 @@ def _own_cross_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, repr=False)
 class SourceStatistics:
-    """Statistics of source images under one model. Made by `acclimate.source_statistics` or `acclimate.train_prompts`."""
+    """Statistics of source images under one model. Made by `acclimate.source_statistics` or `prompts.train_prompts`."""
 
     tensors: Mapping[str, Tensor]  # by "kind/name"
     model: Mapping[str, str]  # class, and digests of architecture and weights
@@ -269,8 +269,8 @@ def require(
     if PROMPTS in needs:
         what = "prompts that were trained on labelled source data"
         how = (
-            "acclimate.train_prompts, or on the command line: acclimate train-prompts --model NAME --data folder --root DIR "
-            "--out prompts.safetensors. With random_prompts=True it does without, and is then not the paper's method"
+            "acclimate train-prompts --model NAME --data folder --root DIR --out prompts.safetensors on the command line. "
+            "With random_prompts=True it does without, and is then not the paper's method"
         )
     if source is None:
         raise ConfigError(f"{method} needs {what}: give source=. Make them by {how}")

@@ -60,7 +60,7 @@ def adapt(
             with a `pretrained_cfg` says it itself; any other model needs it there. So `std`.
         std: See `mean`.
         source: Statistics of the source data, or the file that they were saved to, for methods that need some (EATA, CFA):
-            see `acclimate.source_statistics`; or prompts that were trained on it (DePT-G): see `acclimate.train_prompts`.
+            see `acclimate.source_statistics`; or prompts that were trained on it (DePT-G): see `acclimate train-prompts`.
             Other methods leave them alone.
         group: A `torch.distributed` process group whose ranks adapt to one stream together. Every rank wraps an equal model
             and passes its share of each batch, which may be empty, and gets the logits of that share; the update is that of

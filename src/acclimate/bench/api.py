@@ -85,7 +85,7 @@ def bench(
         reference: Every method as its authors' code, and no guard.
         protocol: What holds for all runs. `classes` and `unknown` come from the data.
         source: Statistics of the source data, or their file, for methods that need them: see `acclimate.source_statistics`
-            and `acclimate.train_prompts`; or several such. The bundled model has its own.
+            and `acclimate train-prompts`; or several such. The bundled model has its own.
         weights: A local file with weights for a name of timm's.
         model_name: What to call a model in results.
         device: Default: a GPU if there is one.

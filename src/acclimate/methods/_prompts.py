@@ -1,4 +1,4 @@
-"""What DePT learns, first on source data (`acclimate.train_prompts`) and then on the target, and what keeps it in bounds."""
+"""What DePT learns, first on source data (`acclimate train-prompts`) and then on the target, and what keeps it in bounds."""
 
 from __future__ import annotations
 
