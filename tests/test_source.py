@@ -14,6 +14,7 @@ from acclimate import cli, state
 from acclimate.check import tiny_batches, tiny_vit
 from acclimate.data import bundled
 from acclimate.errors import ConfigError, InputError, ModelError, StateError
+from acclimate.method import find
 from acclimate.source import SourceStatistics, source_statistics
 
 IMAGES = torch.cat(tiny_batches(2, size=7, seed=3))
@@ -211,10 +212,12 @@ def test_the_paper_leaves_out_what_has_no_statistics(monkeypatch):
     from acclimate.bench import paper
 
     experiment = paper.find("table-normal")
-    assert experiment.needing == ["cfa", "eata"]
+    assert experiment.needing == ["cfa", "dept-g", "eata"]
     asked = []
     monkeypatch.setattr(paper, "bench", lambda *where, methods, **grid: asked.append(methods))
-    chosen = replace(experiment, grid={**experiment.grid, "methods": ["source", "eata"]})
-    for options in ({}, {"source": "s.safetensors"}, {"scale": "small"}):
+    chosen = replace(experiment, grid={**experiment.grid, "methods": ["source", "eata", "dept-g"]})
+    both = [bundled.STATISTICS, bundled.PROMPTS]
+    for options in ({}, {"source": bundled.STATISTICS}, {"source": both}, {"scale": "small"}):
         list(paper.run(chosen, "somewhere", **options))
-    assert asked == [["source"], ["source", "eata"], [("source", {}), ("eata", {})]]
+    small = [("source", {}), ("eata", {}), ("dept-g", dict(find("dept-g").quick))]
+    assert asked == [["source"], ["source", "eata"], ["source", "eata", "dept-g"], small]
