@@ -10,7 +10,7 @@ import acclimate
 from acclimate.check import tiny_batches, tiny_vit
 from acclimate.errors import ConfigError
 from acclimate.methods._augment import moco_view
-from acclimate.methods.adacontrast import ring
+from acclimate.methods._bank import ring
 
 HOW = dict(mean=0.5, std=0.5)
 SMALL = dict(queue=16, neighbours=3, refine_after=8)
@@ -61,14 +61,14 @@ def test_the_first_loss_by_hand(batches, reference):
 
 def test_neighbours_vote():
     method = acclimate.adapt(tiny_vit(), "adacontrast", queue=4, neighbours=2, refine_after=3, **HOW).method
-    method.bank_features[:3, :2] = torch.tensor([[1.0, 0.0], [5.0, 0.5], [0.0, 1.0]])
-    method.bank_probabilities[:3, :2] = torch.tensor([[0.2, 0.8], [0.7, 0.3], [1.0, 0.0]])
-    sample = torch.zeros(1, method.bank_features.shape[1])
+    method.bank.features[:3, :2] = torch.tensor([[1.0, 0.0], [5.0, 0.5], [0.0, 1.0]])
+    method.bank.probabilities[:3, :2] = torch.tensor([[0.2, 0.8], [0.7, 0.3], [1.0, 0.0]])
+    sample = torch.zeros(1, method.bank.features.shape[1])
     sample[0, 0] = 1.0
     logits = F.one_hot(torch.tensor([4]), 10).float()
-    method.seen.fill_(2)
+    method.bank.seen.fill_(2)
     assert method.pseudo_labels(logits, sample).tolist() == [4]  # not yet
-    method.seen.fill_(3)
+    method.bank.seen.fill_(3)
     assert method.pseudo_labels(logits, sample).tolist() == [1]  # (0.2 + 0.7) / 2 < (0.8 + 0.3) / 2
 
 
@@ -76,8 +76,8 @@ def test_neighbours_vote():
 def test_what_the_bank_replaces(reference, newest):
     method = acclimate.adapt(tiny_vit(), "adacontrast", queue=4, reference=reference, **HOW).method
     for i in range(1, 6):
-        method.remember(torch.full((1, method.bank_features.shape[1]), float(i)), torch.full((1, 10), 0.1))
-    assert method.bank_features[:, 0].tolist() == newest
+        method.bank.remember(torch.full((1, method.bank.features.shape[1]), float(i)), torch.full((1, 10), 0.1))
+    assert method.bank.features[:, 0].tolist() == newest
 
 
 def test_ring():

@@ -192,3 +192,12 @@ def test_an_interrupted_bench_says_how_to_go_on(tmp_path, capsys, monkeypatch):
     assert main([*QUICK, "--out", str(tmp_path)]) == 130
     assert "interrupted" in capsys.readouterr().err
     assert not list(Path(tmp_path).glob("*/result.json"))
+
+
+def test_the_prompts_are_of_this_model():
+    prompts = bundled.prompts()
+    assert prompts.about["samples"] + prompts.about["held_out"] == 6000 and bundled.PROMPTS.stat().st_size < 1.5e6
+    model = acclimate.adapt(bundled.model(), "dept-g", source=prompts)
+    assert model.method.learned.sizes.prompts == 8
+    assert [s.kinds for s in bundled.source(["prompts"])] == [["prompts"]] and bundled.source([]) == []
+    assert [s.kinds for s in bundled.source(["prompts", "fisher"])] == [["features", "fisher"], ["prompts"]]

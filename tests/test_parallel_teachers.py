@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import acclimate
 from acclimate.check import tiny_batches, tiny_vit
+from acclimate.method import find
 
 CUTS = (4, 1, 6, 3)  # rank 0 takes so many of a batch of six, rank 1 the rest
 METHODS = {
@@ -20,6 +21,7 @@ METHODS = {
     "cmf": dict(lr=0.01, q=1.0),
     "rotta": dict(memory=8, every=8, lr=0.01, nu=0.3),
     "adacontrast": dict(lr=0.01, queue=16, neighbours=3, refine_after=8),
+    "dept-g": dict(find("dept-g").quick, steps=2),
 }
 
 

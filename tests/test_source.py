@@ -14,6 +14,7 @@ from acclimate import cli, state
 from acclimate.check import tiny_batches, tiny_vit
 from acclimate.data import bundled
 from acclimate.errors import ConfigError, InputError, ModelError, StateError
+from acclimate.method import find
 from acclimate.source import SourceStatistics, source_statistics
 from acclimate.vit import view
 
@@ -129,7 +130,7 @@ def test_a_method_without_its_statistics_says_how_to_get_them():
     with pytest.raises(ConfigError, match=r"eata needs .*source_statistics\(.*acclimate source-statistics --model"):
         acclimate.adapt(tiny_vit(), "eata")
     features = source_statistics(tiny_vit(), IMAGES, kinds=["features"])
-    with pytest.raises(ConfigError, match=r"eata needs the statistics fisher; source= has features"):
+    with pytest.raises(ConfigError, match=r"eata needs .*\(fisher\); source= has features, not fisher"):
         acclimate.adapt(tiny_vit(), "eata", source=features)
 
 
@@ -229,10 +230,12 @@ def test_the_paper_leaves_out_what_has_no_statistics(monkeypatch):
     from acclimate.bench import paper
 
     experiment = paper.find("table-normal")
-    assert experiment.needing == ["cfa", "eata"]
+    assert experiment.needing == ["cfa", "dept-g", "eata"]
     asked = []
     monkeypatch.setattr(paper, "bench", lambda *where, methods, **grid: asked.append(methods))
-    chosen = replace(experiment, grid={**experiment.grid, "methods": ["source", "eata"]})
-    for options in ({}, {"source": "s.safetensors"}, {"scale": "small"}):
+    chosen = replace(experiment, grid={**experiment.grid, "methods": ["source", "eata", "dept-g"]})
+    both = [bundled.STATISTICS, bundled.PROMPTS]
+    for options in ({}, {"source": bundled.STATISTICS}, {"source": both}, {"scale": "small"}):
         list(paper.run(chosen, "somewhere", **options))
-    assert asked == [["source"], ["source", "eata"], [("source", {}), ("eata", {})]]
+    small = [("source", {}), ("eata", {}), ("dept-g", dict(find("dept-g").quick))]
+    assert asked == [["source"], ["source", "eata"], ["source", "eata", "dept-g"], small]

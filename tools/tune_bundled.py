@@ -105,7 +105,7 @@ def main() -> None:
             [Stream(domain, seed=1) for domain in domains],
             [(method, trial) for trial in distinct.values()],
             model_name="acclimate_bundled",
-            source=bundled.statistics(),
+            source=[bundled.statistics(), bundled.prompts()],
             store=store,
             jobs=options.jobs,
             console=console,

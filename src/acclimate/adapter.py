@@ -169,7 +169,7 @@ class Adapter(nn.Module):
         for p in adapted:
             p.requires_grad_(True)
         self._initial = self._capture()
-        self.engine.source = [self._initial[name] for name in self.engine.named]  # one copy serves both
+        self.engine.begin_at([self._initial[name] for name in self.engine.named])  # one copy serves both
         self._last: Snapshot | None = None  # the user's
         self._good: Snapshot | None = None  # the guard's
         if ranks is not None:
@@ -437,6 +437,9 @@ class Adapter(nn.Module):
             self._apply_snapshot(current)
             for name, tensor in self._constants().items():
                 tensor.copy_(current[name])
+            for name, tensor in self.method.beginnings().items():
+                self._initial[f"method/{name}"].copy_(tensor)
+            self.engine.begin_at(self.engine.source)
             self._good = Snapshot(good) if good else None
             self._last, self.record = None, None
 

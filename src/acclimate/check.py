@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from .adapter import Adapter
 from .errors import ConformanceError, InputError
 from .method import Method, find
-from .source import source_statistics
+from .source import KINDS, source_statistics
 from .vit import view
 from .wrap import adapt, load
 
@@ -109,8 +109,9 @@ class Case:
     def wrap(self, model: nn.Module | None = None, **more: Any) -> Adapter:
         model = tiny_vit(self.family) if model is None else model
         options: dict[str, Any] = {"mean": 0.5, "std": 0.5, **self.method.quick}  # a method that augments has to know
-        if self.method.needs:
-            options["source"] = source_statistics(model, tiny_batches(2, seed=3), kinds=self.method.needs, batch_size=6)
+        kinds = [kind for kind in self.method.needs if kind in KINDS]
+        if kinds:
+            options["source"] = source_statistics(model, tiny_batches(2, seed=3), kinds=kinds, batch_size=6)
         return adapt(model, self.method, **{**options, **self.options, **more})
 
     def run(self, adapter: Adapter | None = None) -> Adapter:

@@ -129,8 +129,7 @@ class Engine:
         self.vit = vit
         self.named = parameters
         self.parameters: list[Tensor] = list(parameters.values())
-        self.source = [p.detach().clone() for p in self.parameters]
-        self._source_norm = float(global_norm(self.source)) if self.source else 0.0
+        self.begin_at([p.detach().clone() for p in self.parameters])
         self._gradient_norm = 0.0
         self.classes = None if classes is None else _columns(classes, vit.classes)
         self.rng = rng
@@ -150,6 +149,11 @@ class Engine:
             )
         self._compile = compile
         self._logits = self._compiled()
+
+    def begin_at(self, source: list[Tensor]) -> None:
+        """Take these for the source values of the parameters; they are kept, not copied."""
+        self.source = source
+        self._source_norm = float(global_norm(source)) if source else 0.0
 
     def _compiled(self) -> Callable[[Tensor], Tensor]:
         if not self._compile:
@@ -215,24 +219,26 @@ class Engine:
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and what entered the head, without gradients."""
-        return self._predict_with(self.vit.features, images, self.vit.head.in_features)
+        logits, features = self.evaluate(images, self.forward_features)
+        return logits, features
 
     def class_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and the class tokens behind all blocks (`ViT.class_tokens`), without gradients."""
-        return self._predict_with(self.vit.class_tokens, images, self.vit.class_tokens_width)
+        logits, tokens = self.evaluate(images, lambda part: self._forward_with(self.vit.class_tokens, part))
+        return logits, tokens
 
-    def _predict_with(
-        self, passed: Callable[[Tensor], tuple[Tensor, Tensor]], images: Tensor, width: int
-    ) -> tuple[Tensor, Tensor]:
+    def evaluate(self, images: Tensor, forward: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What another pass than the plain one puts out, without gradients; it has to treat each sample on its own."""
+
         @torch.no_grad()
-        def work(parts: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, Tensor]]:
-            return [self._forward_with(passed, part) for (part,) in parts]
+        def work(parts: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+            return [forward(part) for (part,) in parts]
 
-        if not len(images):
-            logits = self._unseen(images).logits
-            return logits, logits.new_zeros(0, width)
-        pairs = [pair for run in self._spread(work, (images,), selective=False) for pair in run]
-        return torch.cat([logits for logits, _ in pairs]), torch.cat([more for _, more in pairs])
+        if not len(images):  # a pass of nothing fails in some models: let one image tell the shapes
+            (outputs,) = work([(images.new_zeros(1, *images.shape[1:]),)])
+            return tuple(output[:0] for output in outputs)
+        passed = [outputs for run in self._spread(work, (images,), selective=False) for outputs in run]
+        return tuple(torch.cat(parts) for parts in zip(*passed))
 
     def gradient(
         self,

@@ -55,8 +55,8 @@ class Method(nn.Module):
     """Options with which the conformance suite runs, where the defaults would take it long."""
     exceptions: ClassVar[Mapping[str, str]] = {}
     """Checks of the conformance suite that this method cannot meet, each with the reason."""
-    needs: ClassVar[tuple[str, ...]] = ()
-    """Kinds of source statistics (see `source.py`) that this method cannot do without."""
+    needs: tuple[str, ...] = ()
+    """Kinds of source statistics (see `source.py`) that this method cannot do without; some options may do without."""
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
@@ -71,6 +71,13 @@ class Method(nn.Module):
 
     def receive(self, statistics: SourceStatistics, vit: ViT) -> None:
         """Called before `attach` with the statistics that it `needs`: keep what the steps use, as `source.constants`."""
+
+    def beginnings(self) -> Mapping[str, Tensor]:
+        """What its parameters and buffers begin with, by name, where that depends on the statistics that it received.
+
+        A method whose state is read from a file received none: this is called once its constants are known.
+        """
+        return {}
 
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
         """Prepare `vit` for adaptation and return the parameters that will change. Draw from `rng` alone."""

@@ -4,9 +4,9 @@
     statistics.save("stats.safetensors")
     model = acclimate.adapt(model, "eata", source="stats.safetensors")
 
-Each kind of statistic is one class here, with sums of a fixed size, so that any number of images can pass by. A method names
-the kinds that it needs (`Method.needs`) and keeps what it uses of them as constants of its own (`Method.receive`): its
-state file is enough to go on, wherever the statistics are.
+Each kind of statistic is one class here, with sums of a fixed size, so that any number of images can pass by; one kind is
+learned instead, by `prompts.py`. A method names the kinds that it needs (`Method.needs`) and keeps what it uses of them as
+constants of its own (`Method.receive`): its state file is enough to go on, wherever the statistics are.
 """
 
 from __future__ import annotations
@@ -141,6 +141,9 @@ def mean_and_std(sums: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Ten
     return mean, ((squares - mean * sums) / max(count - 1, 1)).clamp(min=0).sqrt()
 
 
+PROMPTS = "prompts"  # the kind that is learned
+
+
 def squashed(features: Tensor) -> Tensor:
     """Features as CFA compares them: normalised without an affine part, then between -1 and 1."""
     features = features.to(torch.promote_types(features.dtype, torch.float32))
@@ -161,7 +164,7 @@ def _own_cross_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, repr=False)
 class SourceStatistics:
-    """Statistics of source images under one model. Made by `acclimate.source_statistics`."""
+    """Statistics of source images under one model. Made by `acclimate.source_statistics` or `prompts.train_prompts`."""
 
     tensors: Mapping[str, Tensor]  # by "kind/name"
     model: Mapping[str, str]  # class, and digests of architecture and weights
@@ -267,25 +270,45 @@ def source_statistics(
 
 def unknown(kinds: Iterable[str], vit: ViT, model: Mapping[str, str], about: Mapping[str, Any]) -> SourceStatistics:
     """Statistics of the right shapes for a method whose constants are about to be read from its state file."""
-    return SourceStatistics(_named([KINDS[kind](vit) for kind in kinds]), model, about)
+    tensors = _named([KINDS[kind](vit) for kind in kinds if kind in KINDS])
+    if PROMPTS in kinds:
+        from .methods._dept import Prompted, Sizes
+
+        tensors |= named_prompts(Prompted(vit, Sizes.of(about), torch.Generator()))
+    return SourceStatistics(tensors, model, about)
+
+
+def named_prompts(learned: nn.Module) -> dict[str, Tensor]:
+    """What was learned, under the names that source statistics have."""
+    return {f"{PROMPTS}/{name}": tensor.detach().clone() for name, tensor in learned.state_dict().items()}
+
+
+def fitting(sources: Sequence[SourceStatistics], needs: Sequence[str]) -> SourceStatistics | None:
+    """Those of several that have what is needed; if none does, any, to say what is missing."""
+    return next((source for source in sources if {*needs} <= {*source.kinds}), next(iter(sources), None))
 
 
 def require(
     source: SourceStatistics | None, method: str, needs: Sequence[str], model: nn.Module, mine: Mapping[str, str]
 ) -> SourceStatistics:
     """The statistics, if a method can use them with this model; otherwise an error that says how to get such."""
+    what = f"statistics of the source data ({', '.join(needs)})"
     how = (
         f"acclimate.source_statistics(model, clean_images, kinds={list(needs)}), or on the command line: "
         "acclimate source-statistics --model NAME --data folder --root DIR --out stats.safetensors"
     )
-    if source is None:
-        raise ConfigError(
-            f"{method} needs statistics of the source data ({', '.join(needs)}): give source=. Make them by {how}"
+    if PROMPTS in needs:
+        what = "prompts that were trained on labelled source data"
+        how = (
+            "acclimate train-prompts --model NAME --data folder --root DIR --out prompts.safetensors on the command line. "
+            "With random_prompts=True it does without, and is then not the paper's method"
         )
+    if source is None:
+        raise ConfigError(f"{method} needs {what}: give source=. Make them by {how}")
     missing = [kind for kind in needs if kind not in source.kinds]
     if missing:
         raise ConfigError(
-            f"{method} needs the statistics {', '.join(missing)}; {source.origin} has {', '.join(source.kinds)}. "
+            f"{method} needs {what}; {source.origin} has {', '.join(source.kinds)}, not {', '.join(missing)}. "
             f"Make them by {how}"
         )
     require_same(f"{source.origin} holds the source statistics", source.model, model, mine)

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -46,7 +46,7 @@ from .data.folder import AnyPath
 from .data.streams import Stream
 from .errors import AcclimateError, ConfigError, InputError, NonFiniteError, StateError, require_between, require_whole, some
 from .models import create_timm, pick_device
-from .vit import view
+from .vit import ViT, view
 
 MODEL = "vit_base_patch16_224.augreg_in21k_ft_in1k"
 VERSION = 1  # of the recipe: what the numbers in `Recipe` do not say
@@ -135,15 +135,13 @@ def train_source(
         console: Where progress is shown: a bar on a terminal, elsewhere a line for each epoch.
     """
     recipe, console, out = recipe or Recipe(), console or Console(quiet=True), Path(out)
-    unfinished = out.with_name(f"{out.name}.unfinished")
+    unfinished = checkpoint_of(out)
     require_whole(0, seed=seed, workers=workers)
-    if out.suffix != ".safetensors":
-        raise ConfigError(f"{out}: give the output a name that ends in .safetensors.")
     if weights is not None and not pretrained:
         raise ConfigError("weights= are to start from, and pretrained=False is to start from none: leave out one of them.")
     where = pick_device(device)
     train, held_out = split(domain, class_names, recipe.held_out, seed)
-    with _deterministic(where):
+    with deterministic(where):
         torch.manual_seed(seed)
         net = create_timm(model, pretrained=False, num_classes=len(class_names))
         start = "timm's" if pretrained else "random"
@@ -154,29 +152,19 @@ def train_source(
             "seed": seed,
             "autocast": autocast,
         }
-        finished = _read(out, FINISHED, None if fresh else settings)
+        finished = read_trained(out, FINISHED, None if fresh else settings)
         if finished is not None and not fresh:
             unfinished.unlink(missing_ok=True)
             return Trained(finished[1]["accuracy"], finished[1]["held_out"], found=True)
 
-        begun = None if fresh else _read(unfinished, UNFINISHED, settings)
+        begun = None if fresh else read_trained(unfinished, UNFINISHED, settings)
         if begun is None and pretrained:
             net = create_timm(model, weights=weights, num_classes=len(class_names))
-        run = _Training(net.to(where), recipe, seed, autocast)
-
-        def save() -> None:
-            state.write(unfinished, run.tensors(), {"kind": UNFINISHED, "settings": settings, "history": run.history})
-
-        if begun is None:
-            save()  # so that a place where nothing can be written is noticed now
-            out.unlink(missing_ok=True)
-        else:
-            run.resume(begun[0], begun[1]["history"])
-            _say(console, f"{unfinished}: going on after epoch {len(run.history)} of {recipe.epochs}.")
-        run.to_the_end(train, held_out, workers, console, save)
+        run = _FineTuning(net.to(where), recipe, seed, autocast)
+        run.carry_out(begun, out, settings, UNFINISHED, (train, held_out), workers, console)
     outcome = Trained(run.history[-1][1], len(held_out.labels), found=False)
     header = {"kind": FINISHED, "settings": settings, "history": run.history, "num_classes": len(class_names)}
-    made = {"versions": _versions(), "device": str(where), "threads": torch.get_num_threads()}
+    made = {"versions": versions_used(), "device": str(where), "threads": torch.get_num_threads()}
     state.write(out, net.state_dict(), {**header, **made, "accuracy": outcome.accuracy, "held_out": outcome.held_out})
     unfinished.unlink(missing_ok=True)
     return outcome
@@ -186,7 +174,7 @@ def load_source(path: AnyPath) -> nn.Module:
     """The model that `train_source` wrote, with its normalisation in `pretrained_cfg`, where timm and `open_data` look."""
     from timm.data import resolve_model_data_config
 
-    found = _read(Path(path), FINISHED)
+    found = read_trained(Path(path), FINISHED)
     if found is None:
         raise StateError(f"{path} does not exist.")
     tensors, header = found
@@ -224,7 +212,7 @@ class Part:
 
 def split(domain: Domain, class_names: Sequence[str], share: float, seed: int) -> tuple[Part, Part]:
     """A domain to train on, and a share of each of its classes, at least one picture, that is held out."""
-    labels, draws = domain.labels, _draws(seed, "held out")
+    labels, draws = domain.labels, draws_for(seed, "held out")
     if len(class_names) < 2:
         raise InputError(f"{title(domain)} has {len(class_names)} class: there is nothing to tell apart. Give two or more.")
     if labels.min() < 0 or labels.max() >= len(class_names):
@@ -239,38 +227,82 @@ def split(domain: Domain, class_names: Sequence[str], share: float, seed: int) -
     return Part(domain, np.flatnonzero(~chosen)), Part(domain, np.flatnonzero(chosen))
 
 
-class _Training:
-    """A model in training: all that a checkpoint holds, and how it goes on."""
+class Schedule(Protocol):
+    """What a training has to know of a recipe."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, seed: int, autocast: bool) -> None:
-        self.model, self.vit, self.recipe, self.seed, self.autocast = model, view(model), recipe, seed, autocast
+    @property
+    def epochs(self) -> int: ...
+
+    @property
+    def batch_size(self) -> int: ...
+
+
+class Training:
+    """A model in training: all that a checkpoint holds, and how it goes on.
+
+    Args:
+        vit: The model.
+        learned: The module whose tensors are the checkpoint's.
+        optimizer: Of its parameters.
+        schedule: How long, and how many pictures at a time.
+        seed: Of all that is random.
+        autocast: Compute in bfloat16 where torch thinks it safe.
+    """
+
+    def __init__(
+        self, vit: ViT, learned: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule, seed: int, autocast: bool
+    ) -> None:
+        self.vit, self.learned, self.optimizer = vit, learned, optimizer
+        self.schedule, self.seed, self.autocast = schedule, seed, autocast
         self.history: list[list[float]] = []  # of each epoch: mean loss, accuracy on what is held out
-        head = list(self.vit.head.parameters())
-        for parameter in head:
-            nn.init.zeros_(parameter)
-        rest = [p for p in model.parameters() if all(p is not other for other in head)]
-        groups = [{"params": head, "peak": recipe.head_lr}, {"params": rest, "peak": recipe.backbone_lr}]
-        self.optimizer = torch.optim.SGD(groups, lr=0.0, momentum=recipe.momentum)
+
+    def step(self, images: Tensor, labels: Tensor, draws: np.random.RandomState, done: float) -> float:
+        """Learn from a batch when a share of the training is `done`; the loss before."""
+        raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
-        moving = {name: self.optimizer.state[p].get("momentum_buffer") for name, p in self.model.named_parameters()}
+        moving = {name: self.optimizer.state[p].get("momentum_buffer") for name, p in self.learned.named_parameters()}
         named = {f"{MOMENTUM}{name}": tensor for name, tensor in moving.items() if tensor is not None}
-        return {**self.model.state_dict(), **named}
+        return {**self.learned.state_dict(), **named}
 
     def resume(self, tensors: Mapping[str, Tensor], history: list[list[float]]) -> None:
-        self.model.load_state_dict({name: tensor for name, tensor in tensors.items() if not name.startswith(MOMENTUM)})
-        for name, p in self.model.named_parameters():
+        self.learned.load_state_dict({name: tensor for name, tensor in tensors.items() if not name.startswith(MOMENTUM)})
+        for name, p in self.learned.named_parameters():
             if f"{MOMENTUM}{name}" in tensors:
                 self.optimizer.state[p]["momentum_buffer"] = tensors[f"{MOMENTUM}{name}"].to(p.device)
         self.history = history
 
+    def carry_out(
+        self,
+        begun: tuple[dict[str, Tensor], dict[str, Any]] | None,
+        out: Path,
+        settings: Mapping[str, Any],
+        kind: str,
+        parts: tuple[Domain, Domain],
+        workers: int,
+        console: Console,
+    ) -> None:
+        """Begin, or go on from a checkpoint, and train to the end; checkpoints of this kind are beside `out`."""
+        unfinished = checkpoint_of(out)
+
+        def save() -> None:
+            state.write(unfinished, self.tensors(), {"kind": kind, "settings": settings, "history": self.history})
+
+        if begun is None:
+            save()  # so that a place where nothing can be written is noticed now
+            out.unlink(missing_ok=True)
+        else:
+            self.resume(begun[0], begun[1]["history"])
+            say(console, f"{unfinished}: going on after epoch {len(self.history)} of {self.schedule.epochs}.")
+        self.to_the_end(*parts, workers, console, save)
+
     def to_the_end(self, train: Domain, held_out: Domain, workers: int, console: Console, save: Callable[[], None]) -> None:
-        size, epochs = self.recipe.batch_size, self.recipe.epochs
+        size, epochs = self.schedule.batch_size, self.schedule.epochs
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
             task = progress.add_task("", total=epochs, completed=len(self.history))
             while (epoch := len(self.history)) < epochs:
-                began, draws = time.monotonic(), _draws(self.seed, "epoch", epoch)
+                began, draws = time.monotonic(), draws_for(self.seed, "epoch", epoch)
                 stream = Stream(train, batch_size=size, seed=int(draws.randint(2**31)), workers=workers)
                 before = f", held out {self.history[-1][1]:.1%}" if epoch else ""
                 losses: list[float] = []
@@ -284,25 +316,11 @@ class _Training:
                 self.history.append([sum(losses) / len(losses), accuracy])
                 save()
                 if not console.is_terminal:
-                    _say(console, f"{line}, held out {accuracy:.1%}, {time.monotonic() - began:.0f} s")
-
-    def step(self, images: Tensor, labels: Tensor, draws: np.random.RandomState, done: float) -> float:
-        """Learn from a batch when a share of the training is `done`; the loss before."""
-        self.model.train()
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * pace(done, self.recipe.warmup)
-        shown = augmented(self.vit.check(images), draws, self.recipe.area, self.recipe.stretch)
-        loss = F.cross_entropy(self.logits(shown), labels.to(shown.device), label_smoothing=self.recipe.smoothing)
-        self.optimizer.zero_grad()
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
-        self.require_finite(norm)
-        self.optimizer.step()
-        return loss.item()
+                    say(console, f"{line}, held out {accuracy:.1%}, {time.monotonic() - began:.0f} s")
 
     @torch.no_grad()
     def accuracy(self, stream: Stream) -> float:
-        self.model.eval()
+        self.vit.model.eval()
         right = [self.logits(self.vit.check(batch.images)).argmax(1).cpu() == batch.labels for batch in stream]
         return torch.cat(right).double().mean().item()
 
@@ -317,6 +335,39 @@ class _Training:
             raise NonFiniteError(
                 f"The training diverged in epoch {len(self.history) + 1}: begin again with lower learning rates."
             )
+
+
+class _FineTuning(Training):
+    """Of all weights, from a head of zeros."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe, seed: int, autocast: bool) -> None:
+        self.model, self.recipe, vit = model, recipe, view(model)
+        head = list(vit.head.parameters())
+        for parameter in head:
+            nn.init.zeros_(parameter)
+        rest = [p for p in model.parameters() if all(p is not other for other in head)]
+        groups = [{"params": head, "peak": recipe.head_lr}, {"params": rest, "peak": recipe.backbone_lr}]
+        super().__init__(vit, model, torch.optim.SGD(groups, lr=0.0, momentum=recipe.momentum), recipe, seed, autocast)
+
+    def step(self, images: Tensor, labels: Tensor, draws: np.random.RandomState, done: float) -> float:
+        self.model.train()
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * pace(done, self.recipe.warmup)
+        shown = augmented(self.vit.check(images), draws, self.recipe.area, self.recipe.stretch)
+        loss = F.cross_entropy(self.logits(shown), labels.to(shown.device), label_smoothing=self.recipe.smoothing)
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        self.require_finite(norm)
+        self.optimizer.step()
+        return loss.item()
+
+
+def checkpoint_of(out: Path) -> Path:
+    """Where a training is kept until it is finished and in `out`."""
+    if out.suffix != ".safetensors":
+        raise ConfigError(f"{out}: give the output a name that ends in .safetensors.")
+    return out.with_name(f"{out.name}.unfinished")
 
 
 def pace(done: float, warmup: float) -> float:
@@ -337,14 +388,14 @@ def augmented(images: Tensor, draws: np.random.RandomState, area: float, stretch
     return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
-def _draws(*key: object) -> np.random.RandomState:
+def draws_for(*key: object) -> np.random.RandomState:
     """Random numbers that depend on the key alone; numpy promises that its old generator draws the same for ever."""
     digest = hashlib.sha256("|".join(map(str, key)).encode()).digest()
     return np.random.RandomState(np.frombuffer(digest, "<u4"))
 
 
 @contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
+def deterministic(device: torch.device) -> Iterator[None]:
     """The same sums every time, and torch's global random numbers as if nothing had happened."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses to multiply on a GPU
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -377,7 +428,7 @@ def _identity(model: Any, domain: Domain, class_names: Sequence[str]) -> dict[st
     }
 
 
-def _read(
+def read_trained(
     path: Path, kind: str, settings: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     """A file of this kind and, if given, of these settings; None if there is no file."""
@@ -413,10 +464,10 @@ def _digest(file: AnyPath) -> str:
         raise InputError(f"{file} cannot be read ({error.strerror}).") from None
 
 
-def _versions() -> dict[str, str]:
+def versions_used() -> dict[str, str]:
     found = {name: metadata.version(name) for name in ("torch", "timm", "numpy", "pillow")}
     return {"acclimate": __version__, "python": platform.python_version(), **found}
 
 
-def _say(console: Console, text: str) -> None:
+def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -171,6 +171,8 @@ class ViT:
     class_token_suffices: bool  # for the last block: the head reads no other token, and its attention can be short-cut
     _blocks: nn.Module  # the container, to exchange the last block
     prefix: int = 1  # of the tokens, so many stand before the patches: the class token, and registers if there are any
+    _read: bool = False  # whether somebody reads tokens of the last block that the head does not
+    _own_head: nn.Linear | None = None  # of the model, while another one is in its place
 
     @property
     def norms(self) -> list[nn.Module]:
@@ -250,11 +252,13 @@ class ViT:
         """The modules that run in the blocks' places: the blocks themselves, or what surgery put around them."""
         return list(self._blocks.children())
 
-    def prompt(self, prompts: Mapping[int, nn.Parameter]) -> None:
+    def prompt(self, prompts: Mapping[int, nn.Parameter], *, read: bool = False) -> None:
         """Insert tokens, (count, width), behind the class token of a block's input; call this once, before `shorten`.
 
-        They stay until a block that has its own, and never reach the head.
+        They stay until a block that has its own, and never reach the head. Say `read` if what becomes of them is going to be
+        read (`tap` the blocks' modules): then the last block is not shortened.
         """
+        self._read = read
         count = 0
         for i, layer in enumerate(self.layers):
             own = prompts.get(i)
@@ -265,9 +269,21 @@ class ViT:
             if own is not None or dropped:
                 self._put(i, _PromptedBlock(layer, own, replaced=replaced, dropped=dropped))
 
+    def exchange_head(self, head: nn.Linear) -> None:
+        """Classify by another layer of the same shape; call this once."""
+        self._own_head = self.head
+        self._put_head(head)
+
+    def _put_head(self, head: nn.Linear) -> None:
+        for module in self.model.modules():
+            for name, child in module.named_children():
+                if child is self.head:
+                    module._modules[name] = head
+        self.head = head
+
     def shorten(self) -> None:
         """Compute the last block for the class token alone, if that suffices."""
-        if self.class_token_suffices:
+        if self.class_token_suffices and not self._read:
             self.blocks[-1].open().class_only = True
             short = _ClassTokenBlock(self.blocks[-1])
             last = self.layers[-1]
@@ -278,6 +294,9 @@ class ViT:
 
     def restore(self) -> None:
         """Undo all surgery; parameter values are not touched."""
+        if self._own_head is not None:
+            self._put_head(self._own_head)
+            self._own_head = None
         for i, block in enumerate(self.blocks):
             self._put(i, block.module)
             block.close()

@@ -14,7 +14,7 @@ from . import state
 from .adapter import WRAPPED, Adapter, check_model
 from .errors import ConfigError, ModelError, StateError
 from .guard import Guard
-from .method import Method, create, find
+from .method import Method, create
 from .source import SourceStatistics, unknown
 from .vit import fingerprint, view
 
@@ -60,7 +60,8 @@ def adapt(
             with a `pretrained_cfg` says it itself; any other model needs it there. So `std`.
         std: See `mean`.
         source: Statistics of the source data, or the file that they were saved to, for methods that need some (EATA, CFA):
-            see `acclimate.source_statistics`. Other methods leave them alone.
+            see `acclimate.source_statistics`; or prompts that were trained on it (DePT-G): see `acclimate train-prompts`.
+            Other methods leave them alone.
         group: A `torch.distributed` process group whose ranks adapt to one stream together. Every rank wraps an equal model
             and passes its share of each batch, which may be empty, and gets the logits of that share; the update is that of
             the whole batch, and the same on all ranks. Only what is given here is shared, never what torchrun has started:
@@ -130,7 +131,7 @@ def _load(path: str | PathLike[str], model: nn.Module, ranks: Ranks | None) -> A
         options = {**header["options"], **header["config"]}
         if options["guard"] is not None:
             options["guard"] = Guard(**options["guard"])
-        needs = find(header["method"]).needs
+        needs = create(header["method"], header["config"]).needs
         # what the method keeps of the source statistics is in the file
         source = unknown(needs, view(model), {"class": "", **mine}, header.get("source") or {}) if needs else None
         adapter = adapt(model, header["method"], source=source, group=None if ranks is None else ranks.group, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from ..data.disk import Preprocess, input_of, read_rgb
 from ..data.folder import find_pictures
 from ..data.streams import Stream
 from ..errors import InputError, require_whole
-from ..method import find
+from ..method import create
 from ..models import BUNDLED, load_model, pick_device
-from ..source import SourceStatistics
+from ..source import SourceStatistics, fitting
 from ..wrap import adapt
 
 BATCH = 64
@@ -44,7 +44,7 @@ class Scene:
     severity: int  # at which the model is hurt, and not lost
     constants: str | None = None
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of methods, tuned for this model
-    statistics: SourceStatistics | None = None
+    statistics: Sequence[SourceStatistics] = ()  # of the source data, for methods that need some
     classes: tuple[str, ...] = ()  # what the labels stand for, if they mean anything
 
     @classmethod
@@ -77,10 +77,12 @@ class Scene:
             shown = bundled.images().sample(count)
             return cls(
                 net, shown, True, BUNDLED, bundled.MEAN, bundled.STD, bundled.SEVERITY, bundled.CONSTANTS,
-                bundled.tuned(), bundled.statistics(), bundled.CLASSES,
+                bundled.tuned(), [bundled.statistics(), bundled.prompts()], bundled.CLASSES,
             )  # fmt: skip
         takes = input_of(net)
-        own: dict[str, Any] = {"options": bundled.tuned(), "statistics": bundled.statistics()} if model == BUNDLED else {}
+        own: dict[str, Any] = {}
+        if model == BUNDLED:
+            own = {"options": bundled.tuned(), "statistics": [bundled.statistics(), bundled.prompts()]}
         shown, names = _read(Path(pictures), takes.photographs(), count, console)
         return cls(net, shown, len(names) > 1, model, takes.mean, takes.std, 5, classes=names, **own)
 
@@ -113,9 +115,10 @@ class Scene:
         self, method: str, domains: list[Corrupted], *, seed: int = 0, console: Console | None = None, **options: Any
     ) -> Adapter:
         """The same, adapted to several domains, one after another, without a reset between them."""
-        needs: dict[str, Any] = {"source": self.statistics} if find(method).needs else {}
         known = {**self.options.get(method, {}), **options}
-        adapter = adapt(copy.deepcopy(self.source), method, mean=self.mean, std=self.std, seed=seed, **needs, **known)
+        needs = create(method, known).needs
+        given = fitting(self.statistics, needs) if needs else None
+        adapter = adapt(copy.deepcopy(self.source), method, mean=self.mean, std=self.std, seed=seed, source=given, **known)
         stream = Stream(domains, "continual" if len(domains) > 1 else "normal", batch_size=BATCH, seed=seed)
         shown = f"{method}, {domains[0].name}" + (f" to {domains[-1].name}" if len(domains) > 1 else "")
         for batch in track(stream, shown, console=console or Console(quiet=True), transient=True):

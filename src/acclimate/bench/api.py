@@ -17,7 +17,7 @@ from ..data.corruptions import SEVERITIES
 from ..data.datasets import Corrupted, Domain, Subset
 from ..data.streams import ARRANGEMENTS, Stream
 from ..errors import ConfigError, require_whole
-from ..method import create, find
+from ..method import create
 from ..models import BUNDLED, load_model, pick_device
 from ..source import SourceStatistics
 from .results import Results
@@ -26,6 +26,7 @@ from .store import Outcome, Store
 from .sweep import sweep
 
 FIRST = ("source", "tent", "sar", "dct")
+Source = SourceStatistics | str | os.PathLike[str]
 
 
 def bench(
@@ -47,7 +48,7 @@ def bench(
     tuned: bool = True,
     reference: bool = False,
     protocol: Protocol | None = None,
-    source: SourceStatistics | str | os.PathLike[str] | None = None,
+    source: Source | Sequence[Source] | None = None,
     weights: str | os.PathLike[str] | None = None,
     model_name: str | None = None,
     device: str | None = None,
@@ -83,8 +84,8 @@ def bench(
         tuned: Of the bundled model: where an option is not given, the one that was tuned for it, not the method's default.
         reference: Every method as its authors' code, and no guard.
         protocol: What holds for all runs. `classes` and `unknown` come from the data.
-        source: Statistics of the source data, or their file, for methods that need them: see `acclimate.source_statistics`.
-            The bundled model has its own.
+        source: Statistics of the source data, or their file, for methods that need them: see `acclimate.source_statistics`
+            and `acclimate train-prompts`; or several such. The bundled model has its own.
         weights: A local file with weights for a name of timm's.
         model_name: What to call a model in results.
         device: Default: a GPU if there is one.
@@ -123,10 +124,9 @@ def bench(
         usual = bundled.tuned(size) if tuned and not reference and model == BUNDLED else {}
         return [(method, {**usual.get(method, {}), **options, **authors}) for method, options in given]
 
-    for method, options in chosen(batch_size):
-        create(method, options)  # a wrong name is an error before the data is looked at
-    needed = any(find(method).needs for method, _ in given)
-    statistics = bundled.statistics() if source is None and needed and model == BUNDLED else SourceStatistics.given(source)
+    # a wrong name is an error before the data is looked at
+    needed = {kind for method, options in chosen(batch_size) for kind in create(method, options).needs}
+    statistics = bundled.source(needed) if source is None and model == BUNDLED else statistics_of(source)
 
     protocol = protocol or Protocol(guard=not reference)
     if isinstance(data, str) and data == BUNDLED:
@@ -163,6 +163,12 @@ def bench(
             again=again, shard=shard, jobs=jobs, on=on, gpus=gpus, console=console,
         )  # fmt: skip
     return Results(outcomes)
+
+
+def statistics_of(source: Source | Sequence[Source] | None) -> list[SourceStatistics]:
+    """Statistics, one or several, given as themselves or by their files."""
+    each = [source] if isinstance(source, (SourceStatistics, str, os.PathLike)) else source or []
+    return [s if isinstance(s, SourceStatistics) else SourceStatistics.load(s) for s in each]
 
 
 def _restricted(protocol: Protocol, data: Data) -> Protocol:

@@ -20,8 +20,8 @@ from torch import nn
 
 from ..data.streams import Stream
 from ..errors import AcclimateError, ConfigError, require_whole
-from ..method import Method, find
-from ..source import SourceStatistics, require
+from ..method import Method, create, find
+from ..source import SourceStatistics, fitting, require
 from .progress import View
 from .run import Result
 from .spec import Protocol, describe, specify
@@ -39,7 +39,7 @@ def sweep(
     model_name: str,
     dataset: str = "custom",
     protocol: Protocol = Protocol(),  # noqa: B008 (frozen)
-    source: SourceStatistics | None = None,
+    source: SourceStatistics | Sequence[SourceStatistics] | None = None,
     store: Store | None = None,
     again: bool = False,
     shard: tuple[int, int] = (1, 1),
@@ -57,7 +57,7 @@ def sweep(
         model_name: What to call the model in results.
         dataset: What to call the data.
         protocol: What holds for all of them.
-        source: Statistics of the source data, for methods that need them.
+        source: Statistics of the source data, for methods that need them; of several, each method gets those that it needs.
         store: Where runs are kept, taken up and found again; without one, nothing is kept.
         again: Run also what the store has.
         shard: (i, n): do only the i-th of n parts of the grid, for a scheduler that starts this n times.
@@ -73,19 +73,18 @@ def sweep(
     described = describe(model, model_name)
     # a wrong option is an error now, not after the first hour
     chosen = [(find(method), options) for method, options in (methods.items() if isinstance(methods, Mapping) else methods)]
-    for method, _ in chosen:
-        if method.needs:
-            source = require(source, method.name or method.__name__, method.needs, model, described)
+    sources = [source] if isinstance(source, SourceStatistics) else source or []
+    given = [_source(sources, create(method, options), model, described) for method, options in chosen]
     grid = [
         Job(
-            specify(stream, method, options, model=described, dataset=dataset, protocol=protocol, source=source),
+            specify(stream, method, options, model=described, dataset=dataset, protocol=protocol, source=statistics),
             stream,
             method,
             dict(options),
-            source if method.needs else None,
+            statistics,
         )
         for stream in streams
-        for method, options in chosen
+        for (method, options), statistics in zip(chosen, given)
     ]
     grid = _part(grid, shard)
     with ExitStack() as stack:
@@ -110,6 +109,15 @@ def sweep(
             done[i] = result
             view.finished(i, result)
     return [Outcome(job.spec, done[i], i in found) for i, job in enumerate(grid)]
+
+
+def _source(
+    sources: Sequence[SourceStatistics], method: Method, model: nn.Module, described: Mapping[str, str]
+) -> SourceStatistics | None:
+    """What a method gets of the source statistics: nothing, if it needs nothing."""
+    if not method.needs:
+        return None
+    return require(fitting(sources, method.needs), method.name or type(method).__name__, method.needs, model, described)
 
 
 def _part(grid: list[Job], shard: tuple[int, int]) -> list[Job]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ._words import Commands, listed, method_list, numbers
+from ._words import Commands, listed, method_list, numbers, words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +48,11 @@ def add(commands: Commands) -> None:
         "--model", default="bundled", metavar="NAME", help="timm's name with its tag, or a file of train-source"
     )
     what.add_argument("--weights", metavar="FILE", help="local weights for a model of timm's, instead of a download")
-    what.add_argument("--source-statistics", metavar="FILE", help="for methods that need them: eata, cfa")
+    what.add_argument(
+        "--source-statistics",
+        metavar="FILES",
+        help="for methods that need them: of source-statistics for eata and cfa, of train-prompts for dept-g",
+    )
     what.add_argument("--data", default="bundled", metavar="NAME", help="`acclimate data list` shows them")
     what.add_argument("--root", metavar="DIR", help="where the data set is")
     what.add_argument("--corruptions", metavar="LIST", help="default: all 15; of the bundled images one of each family")
@@ -138,7 +142,7 @@ def _bench(given: argparse.Namespace) -> None:
         tuned=not given.defaults,
         reference=given.reference,
         protocol=Protocol(given.predict, not (given.no_guard or given.reference), given.precision),
-        source=given.source_statistics,
+        source=words(given.source_statistics) or None,
         weights=given.weights,
         device=given.device,
         threads=given.threads,

@@ -24,6 +24,7 @@ def _list() -> None:
     from rich.table import Table
 
     from ..method import find, list_methods
+    from ..source import PROMPTS
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method", no_wrap=True)
@@ -32,6 +33,7 @@ def _list() -> None:
     for name in list_methods():
         cls = find(name)
         statistics = [f"source statistics ({', '.join(cls.needs)})"] if cls.needs else []
+        statistics = ["prompts trained on the source"] if PROMPTS in cls.needs else statistics
         needs = [*statistics, *(["augmentation"] if cls.augments else [])]
         windowed = "with window=" if "window" in cls.options() else "no"
         alone = windowed if "batch_of_one" in cls.exceptions else "yes"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ._words import Commands
+from ._words import Commands, words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +20,7 @@ examples:
   acclimate paper table-normal --scale small               try it on the bundled model and images
   acclimate paper --scale small                            try them all
 
-Methods of the paper that are not here are left out, and named; so are EATA and CFA without --source-statistics.
+Methods of the paper that are not here are left out, and named; so are EATA, CFA and DePT-G without --source-statistics.
 """
 
 
@@ -37,7 +37,7 @@ def add(commands: Commands) -> None:
     paper.add_argument("--scale", default="full", choices=["full", "small"], help="small: the bundled model and images")
     paper.add_argument("--dry-run", action="store_true", help="print the grid of runs, and run nothing")
     paper.add_argument("--source-models", metavar="DIR", help="for Office-Home: what train-source wrote, one file a domain")
-    paper.add_argument("--source-statistics", metavar="FILE", help="of the experiment's model, for methods that need them")
+    paper.add_argument("--source-statistics", metavar="FILES", help="of the experiment's model, for methods that need them")
     paper.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time; default: %(default)s")
     paper.add_argument("--on", choices=["ray"], help="run on a Ray cluster")
     paper.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
@@ -63,7 +63,7 @@ def _paper(given: argparse.Namespace) -> None:
             _plan(console, experiment, given.scale)
             continue
         options = dict(jobs=given.jobs, on=given.on, device=given.device, reference=given.reference, store=given.out)
-        options |= dict(source=given.source_statistics)
+        options |= dict(source=words(given.source_statistics) or None)
         for title, results, reported in paper.run(
             experiment, given.root, scale=given.scale, source_models=given.source_models,
             console=console if console.is_terminal else Console(stderr=True), **options,
@@ -76,8 +76,9 @@ def _paper(given: argparse.Namespace) -> None:
                     console.print(beside(grid, reported.only(setting) if by_setting else reported))
                 for doubt in reported.doubts:
                     console.print(f"doubt: {doubt}", style="yellow")
-        if experiment.needing and not given.source_statistics and given.scale == "full":
-            console.print(f"Left out without --source-statistics: {', '.join(experiment.needing)}.", style="dim")
+        left_out = experiment.lacking(options["source"]) if given.scale == "full" else []
+        if left_out:
+            console.print(f"Left out without their --source-statistics: {', '.join(left_out)}.", style="dim")
         if experiment.missing:
             console.print(f"Not here: {', '.join(experiment.missing)}.", style="dim")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -70,7 +70,9 @@ def noisy_view(images: Tensor, noise: Tensor, engine: Engine) -> Tensor:
     return engine.from_pixels((pixels + NOISE * noise.to(pixels)).clamp(0, 1))
 
 
-def resized_crop(pixels: Tensor, rng: torch.Generator, *, least: float) -> Tensor:
+def resized_crop(
+    pixels: Tensor, rng: torch.Generator, *, least: float, interpolation: InterpolationMode = InterpolationMode.BILINEAR
+) -> Tensor:
     """A random part of the pictures, of at least that share of their area, at their size; the same part of each."""
     height, width = pixels.shape[-2:]
     h, w = height, width
@@ -82,7 +84,7 @@ def resized_crop(pixels: Tensor, rng: torch.Generator, *, least: float) -> Tenso
             h, w = high, wide
             break
     top, left = whole(0, height - h, rng), whole(0, width - w, rng)
-    return F.resized_crop(pixels, top, left, h, w, [height, width], antialias=True)
+    return F.resized_crop(pixels, top, left, h, w, [height, width], interpolation, antialias=True)
 
 
 def augmix(picture: Tensor, rng: torch.Generator) -> Tensor:
@@ -157,3 +159,16 @@ def moco_view(picture: Tensor, rng: torch.Generator) -> Tensor:
         size = 2 * math.ceil(3 * sigma) + 1
         x = F.gaussian_blur(x, [size, size], [sigma, sigma])
     return mirrored(x, rng)
+
+
+def views_of_each(
+    images: Tensor, engine: Engine, makers: Sequence[Callable[[Tensor, torch.Generator], Tensor]]
+) -> tuple[Tensor, ...]:
+    """Views of images as the model takes them, one batch for each maker; every image has random numbers of its own."""
+    places, total = engine.places(images)
+    seeds = torch.randint(2**62, (total,), generator=engine.rng)[places].tolist()
+    made = [images.new_zeros(0, len(makers), *images.shape[1:])]
+    for picture, seed in zip(engine.to_pixels(images), seeds):
+        rng = torch.Generator().manual_seed(seed)
+        made.append(torch.stack([make(picture, rng) for make in makers])[None])
+    return engine.from_pixels(torch.cat(made)).unbind(1)

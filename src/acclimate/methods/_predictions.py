@@ -1,6 +1,7 @@
-"""The average of predictions that several methods remember, one number for each class of the head.
+"""Averages of predictions: that which several methods remember, and that of a batch, which is to be diverse.
 
-A target domain may have fewer classes than the head. Then the first places are its classes', and the others stay NaN.
+The first has one number for each class of the head. A target domain may have fewer: then the first places are its classes',
+and the others stay NaN.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from ..engine import Engine
 from ..vit import ViT
 
 
@@ -21,3 +23,16 @@ def nothing_yet(vit: ViT) -> Tensor:
 def or_uniform(average: Tensor, classes: int) -> Tensor:
     """The average over the target's classes, at first all alike."""
     return average[:classes].nan_to_num(1 / classes)
+
+
+def log_mean_prediction(images: Tensor, engine: Engine) -> Tensor:
+    """Logarithm of the mean prediction of a batch."""
+    return engine.gather(engine.predict(images)).softmax(-1).mean(0).clamp_min(1e-30).log()
+
+
+def uniformity(logits: Tensor, log_mean: Tensor) -> Tensor:
+    """Of each sample a share of sum q log q, q being the mean prediction of its batch, which is the lower the more diverse.
+
+    With a constant log q, sum p log q has the mean and the gradient of sum q log q.
+    """
+    return (logits.softmax(-1) * log_mean).sum(-1)

@@ -37,6 +37,14 @@ class Teacher(nn.Module):
         """momentum * teacher + (1 - momentum) * student."""
         blend(self.weights, parameters, momentum)
 
+    def ahead(self, parameters: Sequence[Tensor], momentum: float) -> list[Tensor]:
+        """The weights that following would give: for a teacher that moves first, and only if the step succeeds."""
+        return [own.lerp(p.detach(), 1 - momentum) for own, p in zip(self.weights, parameters)]
+
+    @torch.no_grad()
+    def become(self, weights: Sequence[Tensor]) -> None:
+        torch._foreach_copy_(self.weights, list(weights))
+
 
 @torch.no_grad()
 def blend(tensors: Sequence[Tensor], others: Sequence[Tensor], share: float) -> None:

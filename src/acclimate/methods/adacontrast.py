@@ -14,7 +14,9 @@ from ..engine import Engine, of_all
 from ..errors import require_between, require_whole
 from ..method import Method, Step, register
 from ..vit import ViT
-from ._augment import mirrored, moco_view
+from ._augment import mirrored, moco_view, views_of_each
+from ._bank import Bank, ring
+from ._predictions import log_mean_prediction, uniformity
 from ._teacher import Teacher, require_nesterov, weights_and_biases
 
 
@@ -96,23 +98,16 @@ class AdaContrast(Method):
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
         self._adapted = weights_and_biases(vit)
         self.teacher = Teacher(self._adapted)
+        self.bank = Bank(self.queue, vit, lagging=self.reference)
         width = vit.head.in_features
         self.queue_features: Tensor
         self.queue_labels: Tensor
         self.queue_at: Tensor
-        self.bank_features: Tensor
-        self.bank_probabilities: Tensor
-        self.bank_at: Tensor
-        self.seen: Tensor
         noise = F.normalize(torch.randn(self.queue, width, generator=rng), dim=-1)
         labels = torch.randint(vit.classes, (self.queue,), generator=rng)
         self.register_buffer("queue_features", noise.to(vit.device))
         self.register_buffer("queue_labels", labels.to(vit.device))
         self.register_buffer("queue_at", torch.tensor(0))  # where the next entries go
-        self.register_buffer("bank_features", torch.zeros(self.queue, width, device=vit.device))
-        self.register_buffer("bank_probabilities", torch.zeros(self.queue, vit.classes, device=vit.device))
-        self.register_buffer("bank_at", torch.tensor(0))
-        self.register_buffer("seen", torch.tensor(0))  # samples
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
@@ -121,7 +116,7 @@ class AdaContrast(Method):
     def step(self, images: Tensor, engine: Engine) -> Step:
         weak, query, key = self.views(images, engine)
         labels = self.pseudo_labels(*engine.features(weak))
-        average = [m.lerp(p.detach(), 1 - self.teacher_momentum) for m, p in zip(self.teacher.weights, engine.parameters)]
+        average = self.teacher.ahead(engine.parameters, self.teacher_momentum)
         with engine.standing_at(average):
             keys = F.normalize(engine.features(key)[1], dim=-1)
         all_keys, all_labels = engine.gather(keys), engine.gather(labels)
@@ -129,8 +124,7 @@ class AdaContrast(Method):
         new_labels = self.queue_labels.clone()
         new_labels[entries] = all_labels[-self.queue :]
         known = new_labels if self.reference else self.queue_labels
-        mean = engine.gather(engine.predict(query)).softmax(-1).mean(0)
-        log_mean = mean.clamp_min(1e-30).log()
+        log_mean = log_mean_prediction(query, engine)
 
         def objective(logits: Tensor, features: Tensor, label: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
             feature = F.normalize(features, dim=-1)
@@ -138,55 +132,25 @@ class AdaContrast(Method):
             contrast = torch.cat([(feature * key).sum(-1, keepdim=True), others], dim=-1) / self.temperature
             loss = self.alpha * F.cross_entropy(logits, label, reduction="none")
             loss = loss - self.beta * contrast.log_softmax(-1)[:, 0]
-            # with a constant log q, sum p log q has the mean and the gradient of sum q log q, q being the mean of p
-            loss = loss + self.eta * (logits.softmax(-1) * log_mean).sum(-1)
+            loss = loss + self.eta * uniformity(logits, log_mean)
             return of_all(loss)
 
         sweep = engine.gradient(query, objective, given=[labels, keys], forward=lambda x, *_: engine.forward_features(x))
         engine.update()
-        with torch.no_grad():
-            torch._foreach_copy_(self.teacher.weights, average)
+        self.teacher.become(average)
         self.queue_features[entries] = all_keys[-self.queue :].to(self.queue_features)
         self.queue_labels.copy_(new_labels)
         self.queue_at.fill_((int(self.queue_at) + len(all_labels)) % self.queue)
         with engine.standing_at(self.teacher.weights):
             logits, features = engine.features(weak)
-        self.remember(engine.gather(features), engine.gather(logits.softmax(-1)))
+        self.bank.remember(engine.gather(features), engine.gather(logits.softmax(-1)))
         return Step(engine.predict(images), used=sweep.used, loss=sweep.loss)
 
     def views(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor, Tensor]:
-        """A weak and two strong views of each image, each with its own random numbers."""
-        places, total = engine.places(images)
-        seeds = torch.randint(2**62, (total,), generator=engine.rng)[places].tolist()
-        made = [images.new_zeros(0, 3, *images.shape[1:])]
-        for picture, seed in zip(engine.to_pixels(images), seeds):
-            rng = torch.Generator().manual_seed(seed)
-            made.append(torch.stack([mirrored(picture, rng), moco_view(picture, rng), moco_view(picture, rng)])[None])
-        weak, query, key = engine.from_pixels(torch.cat(made)).unbind(1)
+        """A weak and two strong views of each image."""
+        weak, query, key = views_of_each(images, engine, (mirrored, moco_view, moco_view))
         return weak, query, key
 
     def pseudo_labels(self, logits: Tensor, features: Tensor) -> Tensor:
-        """The vote of the nearest neighbours, or, while the bank knows little, the plain prediction."""
-        if int(self.seen) < self.refine_after:
-            return logits.argmax(-1)
-        held = min(int(self.seen), self.queue)
-        bank = F.normalize(self.bank_features[:held], dim=-1)
-        nearest = (F.normalize(features, dim=-1).to(bank) @ bank.T).topk(min(self.neighbours, held)).indices
-        return self.bank_probabilities[:, : logits.shape[-1]][nearest].mean(1).argmax(-1)
-
-    def remember(self, features: Tensor, probabilities: Tensor) -> None:
-        """Put a batch into the bank, when it is full in the place of an earlier one."""
-        count, held = len(features), min(int(self.seen), self.queue)
-        lagging = self.reference and held < self.queue  # the port appends, and its pointer stays a batch behind
-        entries = ring(held if lagging else int(self.bank_at), count, self.queue)
-        self.bank_features[entries] = features[-self.queue :].to(self.bank_features)
-        self.bank_probabilities[entries, : probabilities.shape[-1]] = probabilities[-self.queue :].to(self.bank_features)
-        after = min(held + count, self.queue)
-        self.bank_at.fill_((int(self.bank_at) + count) % (after if lagging else self.queue))
-        self.seen += count
-
-
-def ring(start: int, count: int, size: int) -> Tensor:
-    """Where the last of so many entries go in a ring, none in the place of another."""
-    kept = min(count, size)
-    return (start + count - kept + torch.arange(kept)) % size
+        """Of the weak view."""
+        return self.bank.labels(logits, features, neighbours=self.neighbours, after=self.refine_after)

@@ -216,13 +216,12 @@ def _adacontrast(recording: Recording) -> Result:
 
     def final(adapter: Adapter) -> dict[str, Tensor]:
         method: Any = adapter.method
-        held = min(int(method.seen), method.queue)
         return {
             **_all_parameters(adapter),
             **_all_parameters(adapter, "momentum_model."),
             **_averaged(adapter, "momentum_model.", method.teacher.weights),
-            "bank_features": method.bank_features[:held],
-            "bank_probs": method.bank_probabilities[:held],
+            "bank_features": method.bank.features[: method.bank.held],
+            "bank_probs": method.bank.probabilities[: method.bank.held],
             "queue_features": method.queue_features.T,
             "queue_labels": method.queue_labels,
         }

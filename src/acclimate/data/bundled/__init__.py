@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ HERE = Path(__file__).parent
 WEIGHTS = HERE / "vit.safetensors"
 TUNED = HERE / "tuned.json"
 STATISTICS = HERE / "statistics.safetensors"
+PROMPTS = HERE / "prompts.safetensors"
 CLASSES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 SIZE = 28
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -97,6 +99,18 @@ def statistics() -> SourceStatistics:
     from ...source import SourceStatistics
 
     return SourceStatistics.load(STATISTICS)
+
+
+def prompts() -> SourceStatistics:
+    """What DePT-G begins with, trained for this model on some training images (`tools/bundled_prompts.py`)."""
+    from ...source import SourceStatistics
+
+    return SourceStatistics.load(PROMPTS)
+
+
+def source(needed: Collection[str]) -> list[SourceStatistics]:
+    """Those of the two that have something of these kinds."""
+    return [found for found in (statistics(), prompts()) if {*needed} & {*found.kinds}] if needed else []
 
 
 def read(folder: Path, part: str) -> Images:

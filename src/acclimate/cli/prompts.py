@@ -1,0 +1,107 @@
+"""`acclimate train-prompts`."""
+
+from __future__ import annotations
+
+import argparse
+
+from ._words import Commands
+
+RECIPE = ("epochs", "batch_size", "lr")
+SIZES = ("stages", "prompts", "hidden", "bottleneck", "outputs")
+EPILOG = """\
+examples:
+  acclimate train-prompts --model vit_base_patch16_224.augreg_in21k_ft_in1k --data imagenet --root /data/imagenet/train \\
+      --out prompts.safetensors
+  acclimate train-prompts --model photos.safetensors --data folder --root photos/ --out prompts.safetensors
+  acclimate bench --data folder --root foggy/ --model photos.safetensors --methods source,dept-g \\
+      --source-statistics prompts.safetensors
+
+in Python:
+  model = acclimate.adapt(model, "dept-g", source="prompts.safetensors")
+
+The losses and the schedule are those of the paper's source phase. Only prompts, classifier and DINO heads are trained, where
+the authors train the backbone as well. A tenth of every class is held out and scored, and decides nothing.
+
+Interrupted, by Ctrl-C or kill -9, the same command goes on after the last whole epoch and ends with the same weights to the
+last bit, on the same machine with the same number of threads.
+"""
+
+
+def add(commands: Commands) -> None:
+    train = commands.add_parser(
+        "train-prompts",
+        help="train the prompts that DePT-G begins with, on labelled source images",
+        description="Train prompts, classifier and DINO heads for a model on the data that it was trained on: what DePT-G "
+        "adapts to a target.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = train.add_argument_group("what")
+    what.add_argument("--model", required=True, metavar="NAME", help="as for bench")
+    what.add_argument("--weights", metavar="FILE", help="local weights of a timm model, instead of a download")
+    what.add_argument("--data", required=True, metavar="NAME", help="clean images: a name in: acclimate data list")
+    what.add_argument("--root", required=True, metavar="DIR", help="where they are")
+    what.add_argument("--domain", metavar="NAME", help="of office-home: the one that the model was trained on")
+    what.add_argument("--partial", action="store_true", help="take a data set that is not complete")
+    what.add_argument(
+        "--out", required=True, metavar="FILE", help="*.safetensors; until finished, *.unfinished is beside it"
+    )
+    what.add_argument("--fresh", action="store_true", help="train again what is finished or begun")
+
+    how = train.add_argument_group("how")
+    how.add_argument("--epochs", type=int, metavar="N", help="default: 5")
+    how.add_argument("--batch-size", type=int, metavar="N", help="default: 128")
+    how.add_argument("--lr", type=float, metavar="X", help="highest learning rate; default: 0.005")
+    how.add_argument("--stages", type=int, metavar="N", help="of the model's blocks; default: 4")
+    how.add_argument("--prompts", type=int, metavar="N", help="of each stage; default: 50")
+    how.add_argument("--hidden", type=int, metavar="N", help="width of the hidden layer of a DINO head; default: 2048")
+    how.add_argument("--bottleneck", type=int, metavar="N", help="width of its second layer; default: 256")
+    how.add_argument("--outputs", type=int, metavar="N", help="of a DINO head; default: 2048")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+
+    where = train.add_argument_group("where")
+    where.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
+    where.add_argument("--workers", type=int, metavar="N", help="processes that load pictures ahead; default: up to 4")
+    train.set_defaults(run=_train)
+
+
+def _train(given: argparse.Namespace) -> None:
+    import os
+
+    from rich.console import Console
+
+    from ..data.catalog import open_data
+    from ..errors import ConfigError
+    from ..methods._dept import Sizes
+    from ..models import load_model
+    from ..prompts import PromptRecipe, train_prompts
+    from ..train import say
+
+    def chosen(names: tuple[str, ...]) -> dict[str, int]:
+        return {name: value for name in names if (value := getattr(given, name)) is not None}
+
+    recipe, sizes = PromptRecipe(**chosen(RECIPE)), Sizes(**chosen(SIZES))
+    model = load_model(given.model, weights=given.weights)
+    data = open_data(given.data, given.root, model, domains=given.domain and [given.domain], partial=given.partial)
+    if len(data.domains) > 1:
+        raise ConfigError(f"{given.data} has several domains: take the clean source images alone (--domain NAME).")
+    if data.classes is not None:
+        raise ConfigError(
+            f"{given.data} has {len(data.classes)} of the model's classes: prompts are trained on all of them."
+        )
+    console = Console()
+    made = train_prompts(
+        model,
+        data.domains[0],
+        data.class_names,
+        given.out,
+        sizes=sizes,
+        recipe=recipe,
+        seed=given.seed,
+        device=given.device,
+        workers=min(4, os.cpu_count() or 1) if given.workers is None else given.workers,
+        fresh=given.fresh,
+        console=console,
+    )
+    about = made.about
+    say(console, f"{given.out}: right for {about['accuracy']:.1%} of {about['held_out']} pictures held out.")

@@ -1,0 +1,66 @@
+"""A bank of features and predictions, in which the nearest neighbours of a sample vote for its label."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..vit import ViT
+
+
+class Bank(nn.Module):
+    """What was seen of the last samples, as many as there are places.
+
+    A target domain may have fewer classes than the head. Then the first columns of the predictions are its classes'.
+
+    Args:
+        size: Places.
+        vit: The model; features are what enters its head.
+        lagging: Behave as a bank that grows by appending, while its pointer stays a batch behind: the first samples to be
+            replaced are its newest.
+    """
+
+    def __init__(self, size: int, vit: ViT, *, lagging: bool = False) -> None:
+        super().__init__()
+        self.size = size
+        self.lagging = lagging
+        self.features: Tensor
+        self.probabilities: Tensor
+        self.at: Tensor
+        self.seen: Tensor
+        self.register_buffer("features", torch.zeros(size, vit.head.in_features, device=vit.device))
+        self.register_buffer("probabilities", torch.zeros(size, vit.classes, device=vit.device))
+        self.register_buffer("at", torch.tensor(0))  # where the next entries go
+        self.register_buffer("seen", torch.tensor(0))  # samples
+
+    @property
+    def held(self) -> int:
+        """Places that are filled."""
+        return min(int(self.seen), self.size)
+
+    def labels(self, logits: Tensor, features: Tensor, *, neighbours: int, after: int) -> Tensor:
+        """The vote of the nearest neighbours, or, until so many samples were seen, the plain prediction."""
+        held = self.held
+        if int(self.seen) < after or not held:
+            return logits.argmax(-1)
+        bank = F.normalize(self.features[:held], dim=-1)
+        nearest = (F.normalize(features, dim=-1).to(bank) @ bank.T).topk(min(neighbours, held)).indices
+        return self.probabilities[:, : logits.shape[-1]][nearest].mean(1).argmax(-1)
+
+    def remember(self, features: Tensor, probabilities: Tensor) -> None:
+        """Put a batch into the bank, when it is full in the place of an earlier one."""
+        count, held = len(features), self.held
+        lagging = self.lagging and held < self.size
+        entries = ring(held if lagging else int(self.at), count, self.size)
+        self.features[entries] = features[-self.size :].to(self.features)
+        self.probabilities[entries, : probabilities.shape[-1]] = probabilities[-self.size :].to(self.features)
+        after = min(held + count, self.size)
+        self.at.fill_((int(self.at) + count) % (after if lagging else self.size))
+        self.seen += count
+
+
+def ring(start: int, count: int, size: int) -> Tensor:
+    """Where the last of so many entries go in a ring, none in the place of another."""
+    kept = min(count, size)
+    return (start + count - kept + torch.arange(kept)) % size
