@@ -44,6 +44,7 @@ class Scene:
     constants: str | None = None
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of methods, tuned for this model
     statistics: SourceStatistics | None = None
+    classes: int = 1  # that the labels tell apart, whether or not a picture of each is among the images
 
     @classmethod
     def open(
@@ -75,12 +76,12 @@ class Scene:
             shown = bundled.images().sample(count)
             return cls(
                 net, shown, True, BUNDLED, bundled.MEAN, bundled.STD, bundled.SEVERITY, bundled.CONSTANTS,
-                bundled.tuned(), bundled.statistics(),
+                bundled.tuned(), bundled.statistics(), len(bundled.CLASSES),
             )  # fmt: skip
         takes = input_of(net)
         own: dict[str, Any] = {"options": bundled.tuned(), "statistics": bundled.statistics()} if model == BUNDLED else {}
-        shown, labelled = _read(Path(pictures), takes.photographs(), count, console)
-        return cls(net, shown, labelled, model, takes.mean, takes.std, 5, **own)
+        shown, classes = _read(Path(pictures), takes.photographs(), count, console)
+        return cls(net, shown, classes > 1, model, takes.mean, takes.std, 5, classes=classes, **own)
 
     def domain(self, name: str = "clean", severity: int | None = None) -> Corrupted:
         """The pictures under a corruption, by default at the scene's severity, or clean."""
@@ -121,8 +122,8 @@ class Scene:
         return adapter
 
 
-def _read(folder: Path, preprocess: Preprocess, count: int, console: Console | None) -> tuple[Images, bool]:
-    """Pictures below a folder as the model wants them, and whether they have classes: sub-folders, if there are several."""
+def _read(folder: Path, preprocess: Preprocess, count: int, console: Console | None) -> tuple[Images, int]:
+    """Pictures below a folder as the model wants them, and how many classes they have: the sub-folders, in their order."""
     paths = find_pictures(folder)
     chosen = np.sort(np.random.RandomState(0).permutation(len(paths))[:count])
     tops = [path.rpartition("/")[0] for path in paths]
@@ -134,7 +135,7 @@ def _read(folder: Path, preprocess: Preprocess, count: int, console: Console | N
         except InputError as error:
             raise InputError(f"{folder / paths[i]}: {error}") from None
     labels = np.array([names.index(tops[i]) for i in chosen], dtype=np.int64)
-    return Images(np.stack(pixels), labels, chosen), len(names) > 1
+    return Images(np.stack(pixels), labels, chosen), len(names)
 
 
 def predicted(model: nn.Module, images: Tensor) -> Tensor:
