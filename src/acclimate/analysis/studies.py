@@ -18,7 +18,7 @@ from ..bench.reported import reported
 from ..bench.spec import Protocol
 from ..bench.store import Outcome
 from ..errors import AcclimateError, ConfigError
-from ..method import create, find, list_methods
+from ..method import Method, create, find, list_methods
 from ..methods._leading import leading_blocks
 from ..vit import view
 from .figures import HUES, INK, Figure, drawing, new
@@ -304,12 +304,13 @@ def ablation(
     return Figure(
         name="ablation",
         title="What each part of DCT is worth",
-        caption=f"Top-1 accuracy as difference from DCT on the same pictures: a small dot for each corruption, a large one "
-        f"for their mean, and at the right the mean itself. Each row changes one thing of DCT as it is used here "
-        f"({worded(base)}); hollow rows are DCT itself. Free vectors are keys and values that are learned themselves, the "
-        f"same for every picture, with the generators' learning rate. A conditioner left out is a key or value of zero. "
+        caption=f"Top-1 accuracy as difference from DCT on the same pictures: a dot for each corruption, a diamond "
+        f"for their mean, and at the right the mean itself. Below, each row changes one thing of DCT as it is used "
+        f"here ({worded(base)}); hollow diamonds are DCT itself. Free vectors are keys and values that are learned "
+        f"themselves, the same for every picture, with the generators' learning rate. "
+        f"A conditioner left out is a key or value of zero. "
         f"Without the ascent (rho 0) the gradient is taken where the model stands; without the filter (margin ln C) every "
-        f"picture is learned from, and the recovery by the moving average of the loss, which is then higher, works as "
+        f"picture is learned from, and the recovery by the moving average of the loss works as "
         f"before. No option was tuned again for a row. {BLIND} One seed: the standard error of "
         f"a mean is {uncertainty(outcomes['DCT']):.1f} points if a picture is right or wrong under all corruptions alike; "
         f"differences on the same pictures are surer than that, by how much was not measured. The paper's table "
@@ -341,7 +342,7 @@ def part_findings(outcomes: Outcomes, same: Sequence[str]) -> list[str]:
         f"{free - sar:+.1f} points and DCT {whole - sar:+.1f}; in the paper {said[0]:+.1f} and {said[1]:+.1f}.",
         f"Of the changed rows, {worst!r} has the lowest mean ({gains[worst]:+.1f} points from DCT) and {best!r} the highest "
         f"({gains[best]:+.1f}); the standard error of a mean is {uncertainty(outcomes['DCT']):.1f} points.",
-        f"With and without the query conditioner the predictions {'are the same' if alike else 'differ'}, to the last bit.",
+        f"With and without the query conditioner the scores of all pictures {'are the same' if alike else 'differ'}.",
         f"Without the filter the model recovered {recoveries(outcomes['no filter of samples'])} times, with it "
         f"{recoveries(outcomes['DCT'])} times, over {len(outcomes['DCT'])} runs.",
     ]
@@ -366,10 +367,11 @@ def _draw_parts(
         differences = [value - reference for value, reference in zip(top1(outcomes[name]), whole)]
         for i, difference in enumerate(differences):
             label = spoken(corruptions[i]) if name == "Source" else None
-            axes.plot(difference, at, "o", ms=3.5, alpha=0.8, color=HUES[i % len(HUES)], label=label)
+            beside = at + 0.6 * ((i + 0.5) / len(differences) - 0.5)  # so that equal ones do not hide each other
+            axes.plot(difference, beside, "o", ms=3, color=HUES[i % len(HUES)], label=label, zorder=3)
         hollow = name in (*same, "DCT")
         axes.plot(
-            statistics.fmean(differences), at, "o", ms=7, mec=INK, mfc="none" if hollow else INK,
+            statistics.fmean(differences), at, "D", ms=6, mec=INK, mfc="none" if hollow else INK,
             label="mean" if name == "Source" else None,
         )  # fmt: skip
         axes.annotate(
@@ -406,13 +408,14 @@ def cost(scene: Scene, *, seed: int = 0, console: Console | None = None, rounds:
         title="What a step of each method costs",
         caption=f"Left: time of one step on a batch of {batch} pictures, in plain forward passes of the same batch through "
         f"the same model, on a logarithmic axis. Each step was timed between two plain passes; shown are the median and "
-        f"the range of up to {rounds} rounds after one that does not count. The plain pass takes the batch whole, while "
-        f"the library cuts it for its threads, so that Source need not cost exactly one. Diamonds: the running times that "
+        f"the range of up to {rounds} rounds after one that does not count. A step that takes long is timed once, and its "
+        f"ratio is uncertain by more than is shown. The plain pass takes the batch whole, while the library cuts it for its threads, so that Source need not cost exactly one. Diamonds: the running times that "
         f"the paper gives for 50 000 pictures on an RTX 3090 (TENT {minutes['tent']:g}, SAR {minutes['sar']:g}, DCT "
         f"{minutes['dct']:g} min, MEMO {minutes['memo'] / 60:g} h, DDA {minutes['dda'] / 1440:g} days), scaled so that TENT "
         f"coincides: only their ratios compare, and the paper does not state its model and batch size. Right: memory that "
-        f"a step needed beyond what the process held before it; what a method keeps from step to step is not in it, and "
-        f"on a CPU this is coarse. Costs depend on how many pictures a method rejects, here of {NOISE}. "
+        f"the first step needed beyond what the process held before it; copies of the model that a method makes when it is "
+        f"wrapped are not in it, and on a CPU this is coarse. "
+        f"Costs depend on how many pictures a method rejects, here of {NOISE}. "
         + ("Not run: " + " ".join(f"{method}: {why}" for method, why in refused.items()) if refused else "All were run."),
         rows=[
             _cost_row(method, costs.get(method), refused.get(method), minutes.get(method)) for method in (*costs, *refused)
@@ -457,16 +460,21 @@ def measure_all(
 def cost_findings(costs: Mapping[str, Cost], minutes: Mapping[str, float], refused: Mapping[str, str]) -> list[str]:
     dearest = max(costs, key=lambda method: costs[method].ratio)
     over_sar, said = costs["dct"].ratio / costs["sar"].ratio, minutes["dct"] / minutes["sar"]
+    idle = [m for m, found in costs.items() if not found.backward and find(m).optimizer is not Method.optimizer]
     shown = ", ".join(f"{method} {costs[method].ratio:.1f}" for method in ("source", "tent", "sar", "dct"))
     return [
         f"In plain forward passes: {shown}; {dearest} costs most, {costs[dearest].ratio:.0f}.",
-        f"A DCT step takes {over_sar:.2f} times as long as a SAR step, in the paper {said:.2f} times.",
-        f"{len(costs)} methods were run" + (f", not {', '.join(refused)}." if refused else "."),
+        f"The median DCT step takes {over_sar:.2f} times as long as SAR's, in the paper {said:.2f} times; the rounds go "
+        f"from {costs['sar'].least:.1f} to {costs['sar'].most:.1f} passes for SAR and from {costs['dct'].least:.1f} to "
+        f"{costs['dct'].most:.1f} for DCT.",
+        f"{len(costs)} methods were run"
+        + (f", not {', '.join(refused)}" if refused else "")
+        + (f"; {', '.join(idle)} rejected every picture, and cost more where they learn." if idle else "."),
     ]
 
 
 def _cost_row(method: str, cost: Cost | None, why: str | None, minutes: float | None) -> dict[str, Any]:
-    fields = ("ratio", "least", "most", "forward", "backward", "peak_mib")
+    fields = ("ratio", "least", "most", "rounds", "forward", "backward", "peak_mib")
     values = {name: None if cost is None else getattr(cost, name) for name in fields}
     return {"method": method, **values, "paper_minutes": minutes, "not_run": why or ""}
 
@@ -491,5 +499,5 @@ def _draw_costs(
     left.set_title("Time")
     left.legend(loc="upper right", fontsize=8)
     right.set_xlim(left=0)
-    right.set_xlabel("memory of a step (MiB)")
+    right.set_xlabel("memory of the first step (MiB)")
     right.set_title("Memory")

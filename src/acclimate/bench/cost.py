@@ -26,10 +26,11 @@ class Cost:
     ratio: float  # to a plain forward pass of the same batch, the median over the rounds
     least: float  # of the rounds
     most: float
+    rounds: int  # one alone says little: two plain passes do not tell how busy the machine was during a long step
     seconds: float  # of a step, the median
     forward: float  # samples that the engine passed forward, for each sample of the batch
     backward: float
-    peak_mib: float | None  # beyond what the process held before a step; of steps alone, not of the plain pass
+    peak_mib: float | None  # of the first step, beyond what the process held before it
 
 
 def measure(
@@ -54,23 +55,21 @@ def measure(
         **how: See `source`.
     """
     adapter = adapt(copy.deepcopy(model), method, source=source, seed=seed, **how, **(options or {}))
-    adapter(batches[0])
+    # apart from the rounds: to measure memory, that of the process is given back, and to get it again takes a step time
+    with peak_memory(batches[0].device) as peak:
+        adapter(batches[0])
     passes = adapter.engine.passes
     before = (passes.forward, passes.backward)
-    device = batches[0].device
     ratios: list[float] = []
     seconds: list[float] = []
-    peaks: list[float] = []
     count = 0
     for images in batches[1:]:
         around = [plain(model, images)]
-        with peak_memory(device) as peak:
-            start = time.perf_counter()
-            adapter(images).cpu()  # waits for a GPU too
-            seconds.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        adapter(images).cpu()  # waits for a GPU too
+        seconds.append(time.perf_counter() - start)
         around.append(plain(model, images))
         ratios.append(seconds[-1] / statistics.fmean(around))
-        peaks += [] if peak.mib is None else [peak.mib]
         count += len(images)
         if sum(seconds) > ENOUGH:
             break
@@ -78,10 +77,11 @@ def measure(
         ratio=statistics.median(ratios),
         least=min(ratios),
         most=max(ratios),
+        rounds=len(ratios),
         seconds=statistics.median(seconds),
         forward=(passes.forward - before[0]) / count,
         backward=(passes.backward - before[1]) / count,
-        peak_mib=max(peaks, default=None),
+        peak_mib=peak.mib,
     )
 
 
