@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
-import time
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -22,11 +20,12 @@ from rich.progress import track
 from rich.table import Table
 
 import acclimate
-from acclimate.bench.memory import peak_memory
+from acclimate.bench.cost import measure
 from acclimate.data import bundled
 from acclimate.data.datasets import Corrupted
 from acclimate.data.streams import Stream
 from acclimate.method import find
+from acclimate.source import fitting
 
 PAPER = {"tent": "5 min", "sar": "7 min", "dct": "8 min", "memo": "14 h"}  # DDA, which is not here: 5 days
 
@@ -51,32 +50,12 @@ def main() -> None:
 
 
 def measured(name: str, batches: list[torch.Tensor]) -> list[str]:
-    plain = bundled.model()
-    source = bundled.statistics() if find(name).needs else None
-    adapter = acclimate.adapt(bundled.model(), name, source=source)
-    adapter(batches[0])  # builds the optimizer, fills caches
-    before = (adapter.engine.passes.forward, adapter.engine.passes.backward)
-    ratios, seconds = [], []
-    with peak_memory(torch.device("cpu")) as peak:
-        for images in batches[1:]:
-            around = [forward(plain, images)]
-            start = time.perf_counter()
-            adapter(images)
-            seconds.append(time.perf_counter() - start)
-            around.append(forward(plain, images))
-            ratios.append(seconds[-1] / statistics.fmean(around))
-    count = sum(len(images) for images in batches[1:])
-    passed = (adapter.engine.passes.forward - before[0], adapter.engine.passes.backward - before[1])
-    each = 1000 * statistics.median(seconds) / len(batches[1])
-    memory = "" if peak.mib is None else f"{peak.mib:.0f}"
-    return [f"{statistics.median(ratios):.1f}", f"{each:.1f}", *(f"{n / count:.2f}" for n in passed), memory]
-
-
-@torch.inference_mode()
-def forward(model: torch.nn.Module, images: torch.Tensor) -> float:
-    start = time.perf_counter()
-    model(images)
-    return time.perf_counter() - start
+    needs = find(name).needs
+    source = fitting([bundled.statistics(), bundled.prompts()], needs) if needs else None
+    cost = measure(bundled.model(), name, batches, source=source)
+    each = 1000 * cost.seconds / len(batches[1])
+    memory = "" if cost.peak_mib is None else f"{cost.peak_mib:.0f}"
+    return [f"{cost.ratio:.1f}", f"{each:.1f}", f"{cost.forward:.2f}", f"{cost.backward:.2f}", memory]
 
 
 if __name__ == "__main__":

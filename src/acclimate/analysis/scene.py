@@ -98,6 +98,11 @@ class Scene:
         device = next(self.source.parameters()).device
         return self.domain(name, severity).load(np.arange(number)).to(device)
 
+    def statistics_for(self, method: str, options: Mapping[str, Any]) -> SourceStatistics | None:
+        """What a method with these options needs of the source data, if it needs anything."""
+        needs = create(method, options).needs
+        return fitting(self.statistics, needs) if needs else None
+
     def adapted(
         self,
         method: str = "dct",
