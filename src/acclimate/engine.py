@@ -174,23 +174,24 @@ class Engine:
         if images.ndim == 5:
             return self.forward(images.flatten(0, 1)).unflatten(0, images.shape[:2])
         self._count(forward=len(images))
-        with self._autocast():
+        with self.autocast():
             logits = self._logits(images)
         return self._target(logits)
 
     def forward_features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """The same, and what entered the head, (batch, its width): logits and features."""
         self._count(forward=len(images))
-        with self._autocast():
+        with self.autocast():
             features, logits = self.vit.features(images)
         return self._target(logits), _full(features)
 
     def classify(self, features: Tensor) -> Tensor:
         """Logits of the target's classes from what enters the head."""
-        with self._autocast():
+        with self.autocast():
             return self._target(self.vit.head(features))
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Inside, networks compute in the precision that was asked for."""
         # no cache of casted weights: inside a caller's own autocast it would outlive the update of a weight
         return torch.autocast(self.vit.device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False)
 
@@ -200,27 +201,35 @@ class Engine:
 
     def predict(self, images: Tensor) -> Tensor:
         """Logits, and nothing else."""
-
-        @torch.no_grad()
-        def work(parts: Sequence[tuple[Tensor, ...]]) -> Tensor:
-            return torch.cat([self.forward(part) for (part,) in parts])
-
         if not len(images):
             return self._unseen(images).logits
-        return torch.cat(self._spread(work, (images,), selective=False))
+        return self.each(torch.no_grad()(lambda part: (self.forward(part),)), (images,))[0]
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and what entered the head, without gradients."""
-
-        @torch.no_grad()
-        def work(parts: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, Tensor]]:
-            return [self.forward_features(part) for (part,) in parts]
-
         if not len(images):
             logits = self._unseen(images).logits
             return logits, logits.new_zeros(0, self.vit.head.in_features)
-        pairs = [pair for run in self._spread(work, (images,), selective=False) for pair in run]
-        return torch.cat([logits for logits, _ in pairs]), torch.cat([features for _, features in pairs])
+        logits, features = self.each(torch.no_grad()(self.forward_features), (images,))
+        return logits, features
+
+    def each(
+        self, work: Callable[..., tuple[Tensor, ...]], batch: tuple[Tensor, ...], *, at_once: int | None = None
+    ) -> tuple[Tensor, ...]:
+        """What some work makes of every micro-batch, put together.
+
+        Args:
+            work: From rows of the batch's tensors to tensors with as many rows, each sample on its own. It may run in
+                another thread, so it has to say itself whether it wants gradients.
+            batch: Tensors with one row per sample, at least one.
+            at_once: Samples in a micro-batch, unless the user said how many; by default what suits the model.
+        """
+
+        def run(parts: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+            return [work(*part) for part in parts]
+
+        results = [made for some in self._spread(run, batch, selective=False, at_once=at_once) for made in some]
+        return tuple(torch.cat(rows) for rows in zip(*results))
 
     def gradient(
         self,
@@ -335,7 +344,11 @@ class Engine:
             p.grad = gradient
 
     def _spread(
-        self, work: Callable[[Sequence[tuple[Tensor, ...]]], T], batch: tuple[Tensor, ...], selective: bool
+        self,
+        work: Callable[[Sequence[tuple[Tensor, ...]]], T],
+        batch: tuple[Tensor, ...],
+        selective: bool,
+        at_once: int | None = None,
     ) -> list[T]:
         """Cut a batch into micro-batches and give each worker a contiguous run of them, so that sums have one order.
 
@@ -344,7 +357,7 @@ class Engine:
         images = batch[0]
         threads = torch.get_num_threads()
         workers = min(threads, MOST_WORKERS) if images.device.type == "cpu" and not self._compile else 1
-        size = self._part_size(images, workers, selective)
+        size = self._part_size(images, workers, selective, at_once)
         parts = list(zip(*(rows.split(size) for rows in batch)))
         workers = min(workers, len(parts))
         if workers == 1:
@@ -352,11 +365,13 @@ class Engine:
         bounds = [round(i * len(parts) / workers) for i in range(workers + 1)]
         return list(_pool(threads).map(work, [parts[a:b] for a, b in zip(bounds, bounds[1:])]))
 
-    def _part_size(self, images: Tensor, workers: int, selective: bool) -> int:
+    def _part_size(self, images: Tensor, workers: int, selective: bool, at_once: int | None) -> int:
         if self.whole:
             return len(images)
         if self._micro_batch is not None:
             return self._micro_batch
+        if at_once is not None:
+            return min(at_once, math.ceil(len(images) / workers))
         views = images.shape[1] if images.ndim == 5 else 1
         if images.device.type != "cpu":
             return max(1, 32 // views)

@@ -1,7 +1,8 @@
 """Something real to run on in the first minute: Fashion-MNIST's test images and a small ViT trained for them.
 
 The images are the 10 000 test images of Fashion-MNIST (Xiao, Rasul and Vollgraf 2017, MIT licence, beside this file). The
-model is ours: a timm `VisionTransformer` of 12 blocks, trained by `tools/train_bundled.py` on the 60 000 training images.
+model is ours: a timm `VisionTransformer` of 12 blocks, trained by `tools/train_bundled.py` on the 60 000 training images. So
+is the denoiser, a small U-Net that `tools/train_denoiser.py` trained on the same images.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ HERE = Path(__file__).parent
 WEIGHTS = HERE / "vit.safetensors"
 TUNED = HERE / "tuned.json"
 STATISTICS = HERE / "statistics.safetensors"
+DENOISER = HERE / "denoiser.safetensors"
 CLASSES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 SIZE = 28
 MEAN = STD = (0.5, 0.5, 0.5)
