@@ -1,16 +1,22 @@
-"""DDA: its prediction by hand, images independent of their batch, denoisers of one's own, bad input."""
+"""DDA: its prediction by hand, images independent of their batch, denoisers, folders, bad input."""
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 import acclimate
+from acclimate import cli
 from acclimate.check import tiny_batches, tiny_vit
-from acclimate.diffusion.process import resized
+from acclimate.diffusion import unet
+from acclimate.diffusion.denoisers import Gaussian
+from acclimate.diffusion.folder import generate_folder
+from acclimate.diffusion.process import regenerated, resized
 from acclimate.errors import ConfigError, StateError
 from acclimate.method import Method, find
 from acclimate.methods.dda import DDA, combined
@@ -177,3 +183,59 @@ def test_other_channels_are_refused():
 def test_what_it_says_of_itself():
     assert issubclass(find("dda"), Method) and find("dda").adapts == "nothing (the input)"
     assert math.isclose(find("dda")().scale, 6)
+
+
+# ---- folders --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def photos(tmp_path):
+    rng = np.random.default_rng(0)
+    for name, size in (("cat/a.JPEG", (24, 40)), ("cat/b.png", (20, 20)), ("dog/c.jpg", (40, 24))):
+        file = tmp_path / "in" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (*size, 3), np.uint8)).save(file)
+    net = unet.UNet(unet.Architecture(size=16, width=8, multipliers=(1,), blocks=1, attention=(), head_width=4, groups=4))
+    unet.write(tmp_path / "net.safetensors", net, {})
+    return tmp_path
+
+
+def tree(folder):
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+QUICK = dict(steps=10, start=2)
+
+
+def test_a_folder_keeps_its_shape_and_can_be_taken_up(photos):
+    report = generate_folder(photos / "in", photos / "out", photos / "net.safetensors", **QUICK)
+    made = tree(photos / "out")
+    assert set(made) == {"generated.json", "cat/a.png", "cat/b.png", "dog/c.png"} and report.written == 3
+    assert {Image.open(photos / "out" / name).size for name in made if name.endswith("png")} == {(16, 16)}
+    (photos / "out/cat/b.png").unlink()
+    report = generate_folder(photos / "in", photos / "out", photos / "net.safetensors", batch_size=1, **QUICK)
+    assert str(report) == "1 files written; 2 were there already." and tree(photos / "out") == made
+    with pytest.raises(StateError, match="start 2, now 3"):
+        generate_folder(photos / "in", photos / "out", photos / "net.safetensors", steps=10, start=3)
+    with pytest.raises(ConfigError, match="lies in"):
+        generate_folder(photos / "in", photos / "in/out", "gaussian", **QUICK)
+    with pytest.raises(ConfigError, match="scale"):
+        generate_folder(photos / "in", photos / "new", "gaussian", scale=-1)
+
+
+def test_a_generated_picture_is_what_the_method_makes(photos):
+    generate_folder(photos / "in", photos / "out", "gaussian", **QUICK)
+    seed = int(torch.randint(2**62, (3,), generator=torch.Generator().manual_seed(0))[1])
+    picture = torch.tensor(np.array(Image.open(photos / "in/cat/b.png"))).permute(2, 0, 1)[None] / 127.5 - 1
+    expected = (regenerated(Gaussian(), picture, [seed], **QUICK).clamp(-1, 1) + 1) * 127.5
+    shown = torch.tensor(np.array(Image.open(photos / "out/cat/b.png"))).permute(2, 0, 1)
+    assert (shown - expected[0]).abs().max() <= 0.51
+
+
+def test_damaged_pictures(photos, capsys):
+    (photos / "in/cat/z.png").write_bytes(b"no picture")
+    command = ["dda", str(photos / "in"), str(photos / "out"), "--denoiser", "gaussian", "--steps", "10", "--start", "2"]
+    assert cli.main(command) == 2
+    assert "z.png cannot be read" in capsys.readouterr().err
+    assert cli.main([*command, "--skip-unreadable"]) == 0
+    assert "1 unreadable pictures skipped: cat/z.png" in capsys.readouterr().out

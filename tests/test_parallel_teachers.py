@@ -20,6 +20,7 @@ METHODS = {
     "cmf": dict(lr=0.01, q=1.0),
     "rotta": dict(memory=8, every=8, lr=0.01, nu=0.3),
     "adacontrast": dict(lr=0.01, queue=16, neighbours=3, refine_after=8),
+    "dda": dict(denoiser="gaussian", steps=10, start=3, scale=60.0, reference=True),
 }
 
 

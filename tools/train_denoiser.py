@@ -38,6 +38,7 @@ ARCHITECTURE = unet.Architecture(
     learned_variance=False,
 )
 LAST, LR, WARMUP, AVERAGE = 600, 2e-3, 50, 0.99
+EVERY = 100  # updates between checkpoints
 
 
 def main() -> None:
@@ -88,12 +89,12 @@ def main() -> None:
         optimizer.step()
         average.update_parameters(net)
         total += loss.item()
-        if (update + 1) % 100 == 0 or update + 1 == options.updates:
+        if (update + 1) % EVERY == 0 or update + 1 == options.updates:
             state = {name: part.state_dict() for name, part in parts.items()} | {"updates": update + 1, "recipe": recipe}
             options.checkpoint.parent.mkdir(parents=True, exist_ok=True)
             torch.save(state, options.checkpoint.with_suffix(".tmp"))
             os.replace(options.checkpoint.with_suffix(".tmp"), options.checkpoint)
-            count = (update + 1) % 100 or 100
+            count = (update + 1) % EVERY or EVERY
             console.print(
                 f"update {update + 1}/{options.updates}  loss {total / count:.4f}  {time.perf_counter() - began:.0f} s"
             )

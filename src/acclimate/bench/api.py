@@ -118,7 +118,8 @@ def bench(
     usual = bundled.tuned() if tuned and not reference and model == BUNDLED else {}
     given = methods.items() if isinstance(methods, Mapping) else [(m, {}) if isinstance(m, str) else m for m in methods]
     authors: dict[str, Any] = {"reference": True} if reference else {}
-    chosen = [(method, {**usual.get(method, {}), **options, **authors}) for method, options in given]
+    assets = bundled.ASSETS if model == BUNDLED else {}
+    chosen = [(m, {**assets.get(m, {}), **usual.get(m, {}), **options, **authors}) for m, options in given]
     for method, options in chosen:
         create(method, options)  # a wrong name is an error before the data is looked at
     needed = any(find(method).needs for method, _ in chosen)

@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass
 class Report:
-    """What `corrupt_folder` did."""
+    """What was done with a folder."""
 
     written: int = 0
     existing: int = 0
@@ -101,11 +101,9 @@ def corrupt_folder(
         require_valid(name, severity, seed, constants)
     require_between(1, 100, quality=quality)
     require_between(1, math.inf, workers=workers, optional=True)
-    pictures = _pictures(source)
-    if target.resolve().is_relative_to(source.resolve()):
-        raise ConfigError(f"{target} lies in {source}: what is written there would be taken for a source next time.")
+    pictures = pictures_below(source, target)
     settings = _settings(pictures, seed, resize_crop, constants, frost, quality)
-    _require_same(target, settings)
+    require_same_settings(target / PROTOCOL, settings)
 
     jobs = [_Job(index, picture, wanted, target) for index, picture in enumerate(pictures)]
     report = Report(existing=sum(len(wanted) - len(job.missing) for job in jobs))
@@ -210,8 +208,8 @@ def _resized(image: Image.Image, resize_crop: tuple[int, int] | None) -> Image.I
     return image.crop((left, top, left + side, top + side))
 
 
-def _pictures(source: Path) -> list[str]:
-    """All pictures below a folder, by their paths from it, sorted."""
+def pictures_below(source: Path, target: Path) -> list[str]:
+    """All pictures below a folder, by their paths from it, sorted; `target` is where copies of them are to be written."""
     if not source.is_dir():
         raise InputError(f"{source} is not a folder: give one with pictures in it, or in sub-folders, one per class.")
     found = sorted(
@@ -227,6 +225,8 @@ def _pictures(source: Path) -> list[str]:
         other = by_target.setdefault(str(Path(picture).with_suffix("")), picture)
         if other != picture:
             raise InputError(f"{source}: {other} and {picture} would be written to one file. Rename one of them.")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(f"{target} lies in {source}: what is written there would be taken for a source next time.")
     return found
 
 
@@ -249,17 +249,21 @@ def _settings(
         "frost": ice,
         "resize_crop": list(resize_crop) if resize_crop else None,
         "quality": quality,
-        "pictures": len(pictures),
-        "pictures_digest": _digest("\n".join(pictures).encode()),
+        **which(pictures),
     }
 
 
-def _require_same(target: Path, settings: dict[str, Any]) -> None:
-    """Refuse to add to a tree that was made in another way, or to a folder of something else."""
-    file = target / PROTOCOL
+def which(pictures: list[str]) -> dict[str, Any]:
+    """What tells a list of pictures from another one."""
+    return {"pictures": len(pictures), "pictures_digest": _digest("\n".join(pictures).encode())}
+
+
+def require_same_settings(file: Path, settings: dict[str, Any]) -> None:
+    """Refuse to add to a tree whose file of settings says that it was made in another way, or to one of something else."""
+    target = file.parent
     if not file.exists():
         if target.is_dir() and any(target.iterdir()):
-            raise StateError(f"{target} is not empty and has no {PROTOCOL}: give a new folder.")
+            raise StateError(f"{target} is not empty and has no {file.name}: give a new folder.")
         return
     try:
         before = dict(json.loads(file.read_text()))

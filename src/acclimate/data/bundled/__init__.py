@@ -34,6 +34,7 @@ SIZE = 28
 MEAN = STD = (0.5, 0.5, 0.5)
 SHOWN = ("impulse_noise", "glass_blur", "brightness", "elastic_transform")  # one corruption of each family
 SEVERITY, CONSTANTS = 2, "imagenet-c"  # here the source model is right about 6 times in 10; CIFAR-10-C's hardly harm it
+ASSETS = {"dda": {"denoiser": "bundled"}}  # what methods need beside the model, by method and option
 FOR_TUNING = 2000  # images on which `tuned` was chosen: the last ones that `Images.sample` draws
 
 
