@@ -13,10 +13,12 @@ from torch import nn
 import acclimate
 from acclimate import cli
 from acclimate.check import tiny_batches, tiny_vit
+from acclimate.data import bundled
+from acclimate.data.datasets import Corrupted
 from acclimate.diffusion import unet
-from acclimate.diffusion.denoisers import Gaussian
+from acclimate.diffusion.denoisers import Gaussian, open_denoiser
 from acclimate.diffusion.folder import generate_folder
-from acclimate.diffusion.process import regenerated, resized
+from acclimate.diffusion.process import Schedule, regenerated, resized
 from acclimate.errors import ConfigError, StateError
 from acclimate.method import Method, find
 from acclimate.methods.dda import DDA, combined
@@ -239,3 +241,21 @@ def test_damaged_pictures(photos, capsys):
     assert "z.png cannot be read" in capsys.readouterr().err
     assert cli.main([*command, "--skip-unreadable"]) == 0
     assert "1 unreadable pictures skipped: cat/z.png" in capsys.readouterr().out
+
+
+# ---- the bundled denoiser -------------------------------------------------------------------------------------
+
+
+def test_the_bundled_denoiser_takes_noise_away():
+    net = open_denoiser("bundled")
+    assert bundled.DENOISER.stat().st_size < 2**20
+    clean = Corrupted(bundled.images().sample(16), mean=bundled.MEAN, std=bundled.STD).load(np.arange(16))
+    noise, step = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0)), 200
+    seen = Schedule().picture((noisy := Schedule().noised(clean, step, noise)), step, net(noisy, torch.full((16,), step)))
+    assert (seen - clean).square().mean() < 0.1 * (noisy - clean).square().mean()
+
+
+def test_the_bench_knows_the_bundled_denoiser():
+    quick = dict(steps=10, start=1)
+    (outcome,) = acclimate.bench(methods=[("dda", quick)], corruptions=["fog"], images=4, store=None)
+    assert outcome.spec.config["denoiser"] == "bundled" and outcome.result.top1 >= 0

@@ -2,9 +2,13 @@
 
     nice -n 19 python tools/train_denoiser.py --data DIR
 
+Its log ended, after half an hour on busy cores, with
+
+    update 1600/1600  loss 0.0411  1694 s
+
 DIR holds Fashion-MNIST's files as they are distributed. The network is ADM's U-Net, very small; it learns to predict the
 noise by its mean squared error, at the earlier steps alone (`LAST` of 1000), for DDA begins no later. No corruption is used.
-The weights are a moving average.
+The weights are a moving average. It sees 25 600 images, not half an epoch: enough to see DDA work, not for a good generator.
 
 Every update draws from a generator seeded with (seed, update) and every hundredth is followed by a checkpoint, so that an
 interrupted training goes on and ends with the same weights, on the same machine with the same number of threads.

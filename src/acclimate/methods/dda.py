@@ -47,8 +47,8 @@ class DDA(Method):
 
     Args:
         denoiser: The diffusion model: a file of weights ("256x256_diffusion_uncond.pt", which is the paper's; or
-            *.safetensors), "bundled" for images like the bundled ones, or "gaussian", a formula for tests. Images are
-            resized to its size and back.
+            *.safetensors), "bundled" for images like the bundled ones (tiny; it knows the first 600 of the 1000 steps), or
+            "gaussian", a formula for tests. Images are resized to its size and back.
         steps: Steps to which the schedule of 1000 is thinned out.
         start: Steps of noise that an image gets, of these.
         factor: By how much the low-pass filter shrinks a picture, and enlarges it again.
