@@ -173,7 +173,9 @@ def test_a_denoiser_of_a_wrong_shape():
 def test_the_default_architecture_has_the_layout_that_is_written_down():
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in unet.UNet(unet.Architecture()).state_dict().items()}
-    assert sum(math.prod(shape) for shape in shapes.values()) == 552_814_086  # with 1000 classes of 1024 numbers: the paper's 554 M
+    assert (
+        sum(math.prod(shape) for shape in shapes.values()) == 552_814_086
+    )  # plus 1000 x 1024 for classes: the 554 M in print
     assert shapes["time_embed.2.weight"] == (1024, 1024)
     assert shapes["input_blocks.0.0.weight"] == (256, 3, 3, 3)
     assert shapes["input_blocks.17.0.emb_layers.1.weight"] == (2048, 1024)

@@ -2,7 +2,7 @@
 
 Residual blocks whose second norm is scaled and shifted by the step, residual blocks that halve or double the resolution, and
 attention over the coarse maps. The parameters are named as in the weights that the paper's authors published, so that
-`256x256_diffusion_uncond.pt` should be readable as it is. That was written from what is known of the network, and never tried
+`256x256_diffusion_uncond.pt` should be readable as it is. That was written from knowledge of the network, and never tried
 with the real file: the tests hold names and shapes against that knowledge, not against the file. If one differs, reading
 fails and names it; what has no parameters (the order of heads, the embedding of a step) could differ without an error.
 """
