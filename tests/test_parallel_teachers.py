@@ -22,6 +22,7 @@ METHODS = {
     "rotta": dict(memory=8, every=8, lr=0.01, nu=0.3),
     "adacontrast": dict(lr=0.01, queue=16, neighbours=3, refine_after=8),
     "dept-g": dict(find("dept-g").quick, steps=2),
+    "dda": dict(denoiser="gaussian", steps=10, start=3, scale=60.0, reference=True),
 }
 
 

@@ -91,7 +91,7 @@ def test_a_scene_counts_the_folders_that_no_picture_was_taken_from(tmp_path):
         (tmp_path / name).mkdir()
         Image.new("RGB", (8, 8)).save(tmp_path / name / "picture.png")
     images, classes = _read(tmp_path, lambda picture: np.asarray(picture), 2, None)
-    assert (len(images.labels), classes) == (2, 4)
+    assert (len(images.labels), classes) == (2, ("a", "b", "c", "d"))
 
 
 @pytest.mark.parametrize("options", [{}, {"init": "zero", "lr_generator": 0.5}])

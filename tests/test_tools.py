@@ -78,6 +78,38 @@ def test_an_interrupted_training_ends_with_the_same_weights(fashion, tmp_path, m
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
 
+def test_the_denoiser_goes_on_where_it_was(fashion, tmp_path, monkeypatch):
+    train = tool("train_denoiser")
+
+    def arguments(name: str, updates: int) -> list[object]:
+        out = ["--checkpoint", tmp_path / f"{name}.pt", "--out", tmp_path / f"{name}.safetensors"]
+        return ["--data", fashion, "--updates", updates, "--batch-size", 2, *out]
+
+    threads = torch.get_num_threads()
+    try:
+        monkeypatch.setattr(train, "EVERY", 1)
+        call(train, monkeypatch, *arguments("whole", 2))
+        real = train.learning_rate
+
+        def interrupted(update, updates):
+            if update == 1:
+                raise KeyboardInterrupt
+            return real(update, updates)
+
+        monkeypatch.setattr(train, "learning_rate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            call(train, monkeypatch, *arguments("cut", 2))
+        monkeypatch.setattr(train, "learning_rate", real)
+        with pytest.raises(SystemExit, match="another training"):
+            call(train, monkeypatch, *arguments("cut", 3))
+        call(train, monkeypatch, *arguments("cut", 2))
+    finally:
+        torch.set_num_threads(threads)
+    whole, cut = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "cut"))
+    assert whole.keys() == load_file(bundled.DENOISER).keys()
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
 def test_training_uses_no_more_operations_than_it_says():
     stretching = {"AutoContrast", "Equalize"}  # named in the docstring
     geometry = {"Rotate", "ShearX", "ShearY", "TranslateXRel", "TranslateYRel"}

@@ -179,7 +179,7 @@ class Engine:
         if images.ndim == 5:
             return self.forward(images.flatten(0, 1)).unflatten(0, images.shape[:2])
         self._count(forward=len(images))
-        with self._autocast():
+        with self.autocast():
             logits = self._logits(images)
         return self._target(logits)
 
@@ -189,16 +189,17 @@ class Engine:
 
     def _forward_with(self, passed: Callable[[Tensor], tuple[Tensor, Tensor]], images: Tensor) -> tuple[Tensor, Tensor]:
         self._count(forward=len(images))
-        with self._autocast():
+        with self.autocast():
             more, logits = passed(images)
         return self._target(logits), _full(more)
 
     def classify(self, features: Tensor) -> Tensor:
         """Logits of the target's classes from what enters the head."""
-        with self._autocast():
+        with self.autocast():
             return self._target(self.vit.head(features))
 
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Inside, networks compute in the precision that was asked for."""
         # no cache of casted weights: inside a caller's own autocast it would outlive the update of a weight
         return torch.autocast(self.vit.device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False)
 
@@ -208,37 +209,46 @@ class Engine:
 
     def predict(self, images: Tensor) -> Tensor:
         """Logits, and nothing else."""
-
-        @torch.no_grad()
-        def work(parts: Sequence[tuple[Tensor, ...]]) -> Tensor:
-            return torch.cat([self.forward(part) for (part,) in parts])
-
         if not len(images):
             return self._unseen(images).logits
-        return torch.cat(self._spread(work, (images,), selective=False))
+        return self.each(torch.no_grad()(lambda part: (self.forward(part),)), (images,))[0]
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and what entered the head, without gradients."""
-        logits, features = self.evaluate(images, self.forward_features)
-        return logits, features
+        return self._evaluated(self.forward_features, images)
 
     def class_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Logits, and the class tokens behind all blocks (`ViT.class_tokens`), without gradients."""
-        logits, tokens = self.evaluate(images, lambda part: self._forward_with(self.vit.class_tokens, part))
-        return logits, tokens
+        return self._evaluated(lambda part: self._forward_with(self.vit.class_tokens, part), images)
+
+    def _evaluated(self, forward: Callable[[Tensor], tuple[Tensor, Tensor]], images: Tensor) -> tuple[Tensor, Tensor]:
+        logits, more = self.evaluate(images, forward)
+        return logits, more
 
     def evaluate(self, images: Tensor, forward: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """What another pass than the plain one puts out, without gradients; it has to treat each sample on its own."""
-
-        @torch.no_grad()
-        def work(parts: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
-            return [forward(part) for (part,) in parts]
-
+        passed = torch.no_grad()(forward)
         if not len(images):  # a pass of nothing fails in some models: let one image tell the shapes
-            (outputs,) = work([(images.new_zeros(1, *images.shape[1:]),)])
-            return tuple(output[:0] for output in outputs)
-        passed = [outputs for run in self._spread(work, (images,), selective=False) for outputs in run]
-        return tuple(torch.cat(parts) for parts in zip(*passed))
+            return tuple(output[:0] for output in passed(images.new_zeros(1, *images.shape[1:])))
+        return self.each(passed, (images,))
+
+    def each(
+        self, work: Callable[..., tuple[Tensor, ...]], batch: tuple[Tensor, ...], *, at_once: int | None = None
+    ) -> tuple[Tensor, ...]:
+        """What some work makes of every micro-batch, put together.
+
+        Args:
+            work: From rows of the batch's tensors to tensors with as many rows, each sample on its own. It may run in
+                another thread, so it has to say itself whether it wants gradients.
+            batch: Tensors with one row per sample, at least one.
+            at_once: Samples in a micro-batch, unless the user said how many; by default what suits the model.
+        """
+
+        def run(parts: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+            return [work(*part) for part in parts]
+
+        results = [made for some in self._spread(run, batch, selective=False, at_once=at_once) for made in some]
+        return tuple(torch.cat(rows) for rows in zip(*results))
 
     def gradient(
         self,
@@ -353,7 +363,11 @@ class Engine:
             p.grad = gradient
 
     def _spread(
-        self, work: Callable[[Sequence[tuple[Tensor, ...]]], T], batch: tuple[Tensor, ...], selective: bool
+        self,
+        work: Callable[[Sequence[tuple[Tensor, ...]]], T],
+        batch: tuple[Tensor, ...],
+        selective: bool,
+        at_once: int | None = None,
     ) -> list[T]:
         """Cut a batch into micro-batches and give each worker a contiguous run of them, so that sums have one order.
 
@@ -362,7 +376,7 @@ class Engine:
         images = batch[0]
         threads = torch.get_num_threads()
         workers = min(threads, MOST_WORKERS) if images.device.type == "cpu" and not self._compile else 1
-        size = self._part_size(images, workers, selective)
+        size = self._part_size(images, workers, selective, at_once)
         parts = list(zip(*(rows.split(size) for rows in batch)))
         workers = min(workers, len(parts))
         if workers == 1:
@@ -370,11 +384,13 @@ class Engine:
         bounds = [round(i * len(parts) / workers) for i in range(workers + 1)]
         return list(_pool(threads).map(work, [parts[a:b] for a, b in zip(bounds, bounds[1:])]))
 
-    def _part_size(self, images: Tensor, workers: int, selective: bool) -> int:
+    def _part_size(self, images: Tensor, workers: int, selective: bool, at_once: int | None) -> int:
         if self.whole:
             return len(images)
         if self._micro_batch is not None:
             return self._micro_batch
+        if at_once is not None:
+            return min(at_once, math.ceil(len(images) / workers))
         views = images.shape[1] if images.ndim == 5 else 1
         if images.device.type != "cpu":
             return max(1, 32 // views)

@@ -121,8 +121,8 @@ def bench(
 
     def chosen(size: int) -> list[tuple[str, dict[str, Any]]]:
         """The methods with their options, for batches of a size."""
-        usual = bundled.tuned(size) if tuned and not reference and model == BUNDLED else {}
-        return [(method, {**usual.get(method, {}), **options, **authors}) for method, options in given]
+        own = {} if model != BUNDLED else bundled.options(size) if tuned and not reference else bundled.ASSETS
+        return [(method, {**own.get(method, {}), **options, **authors}) for method, options in given]
 
     # a wrong name is an error before the data is looked at
     needed = {kind for method, options in chosen(batch_size) for kind in create(method, options).needs}

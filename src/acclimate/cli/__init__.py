@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from .. import __version__
 from ..errors import AcclimateError
-from . import analyze, bench, corrupt, data, methods, paper, prompts, report, statistics, table, train
+from . import analyze, bench, corrupt, data, dda, methods, paper, prompts, report, statistics, table, train
 
 EPILOG = """\
 examples:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"acclimate {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (bench, table, report, analyze, paper, data, train, prompts, statistics, corrupt, methods):
+    for command in (bench, table, report, analyze, paper, data, train, prompts, statistics, corrupt, dda, methods):
         command.add(commands)
 
     given = parser.parse_args(arguments)

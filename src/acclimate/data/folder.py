@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 @dataclass
 class Report:
-    """What `corrupt_folder` did."""
+    """What was done with a folder."""
 
     written: int = 0
     existing: int = 0
@@ -101,12 +101,9 @@ def corrupt_folder(
         require_valid(name, severity, seed, constants)
     require_between(1, 100, quality=quality)
     require_between(1, math.inf, workers=workers, optional=True)
-    pictures = find_pictures(source)
-    _require_distinct(source, pictures)
-    if target.resolve().is_relative_to(source.resolve()):
-        raise ConfigError(f"{target} lies in {source}: what is written there would be taken for a source next time.")
+    pictures = pictures_below(source, target)
     settings = _settings(pictures, seed, resize_crop, constants, frost, quality)
-    _require_same(target, settings)
+    require_same_settings(target / PROTOCOL, settings)
 
     jobs = [_Job(index, picture, wanted, target) for index, picture in enumerate(pictures)]
     report = Report(existing=sum(len(wanted) - len(job.missing) for job in jobs))
@@ -211,6 +208,19 @@ def _resized(image: Image.Image, resize_crop: tuple[int, int] | None) -> Image.I
     return image.crop((left, top, left + side, top + side))
 
 
+def pictures_below(source: Path, target: Path) -> list[str]:
+    """The same, for copies of them to be written below `target`, each under its own name."""
+    found = find_pictures(source)
+    by_target: dict[str, str] = {}
+    for picture in found:
+        other = by_target.setdefault(str(Path(picture).with_suffix("")), picture)
+        if other != picture:
+            raise InputError(f"{source}: {other} and {picture} would be written to one file. Rename one of them.")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ConfigError(f"{target} lies in {source}: what is written there would be taken for a source next time.")
+    return found
+
+
 def find_pictures(source: Path) -> list[str]:
     """All pictures below a folder, by their paths from it, sorted; none is an error."""
     if not source.is_dir():
@@ -224,15 +234,6 @@ def find_pictures(source: Path) -> list[str]:
     if not found:
         raise InputError(f"{source} holds no pictures ({', '.join(sorted(SUFFIXES))}).")
     return found
-
-
-def _require_distinct(source: Path, found: Sequence[str]) -> None:
-    """Refuse pictures that would be written to one file."""
-    by_target: dict[str, str] = {}
-    for picture in found:
-        other = by_target.setdefault(str(Path(picture).with_suffix("")), picture)
-        if other != picture:
-            raise InputError(f"{source}: {other} and {picture} would be written to one file. Rename one of them.")
 
 
 def _settings(
@@ -254,17 +255,21 @@ def _settings(
         "frost": ice,
         "resize_crop": list(resize_crop) if resize_crop else None,
         "quality": quality,
-        "pictures": len(pictures),
-        "pictures_digest": _digest("\n".join(pictures).encode()),
+        **which(pictures),
     }
 
 
-def _require_same(target: Path, settings: dict[str, Any]) -> None:
-    """Refuse to add to a tree that was made in another way, or to a folder of something else."""
-    file = target / PROTOCOL
+def which(pictures: list[str]) -> dict[str, Any]:
+    """What tells a list of pictures from another one."""
+    return {"pictures": len(pictures), "pictures_digest": _digest("\n".join(pictures).encode())}
+
+
+def require_same_settings(file: Path, settings: dict[str, Any]) -> None:
+    """Refuse to add to a tree whose file of settings says that it was made in another way, or to one of something else."""
+    target = file.parent
     if not file.exists():
         if target.is_dir() and any(target.iterdir()):
-            raise StateError(f"{target} is not empty and has no {PROTOCOL}: give a new folder.")
+            raise StateError(f"{target} is not empty and has no {file.name}: give a new folder.")
         return
     try:
         before = dict(json.loads(file.read_text()))

@@ -1,7 +1,8 @@
 """Something real to run on in the first minute: Fashion-MNIST's test images and a small ViT trained for them.
 
 The images are the 10 000 test images of Fashion-MNIST (Xiao, Rasul and Vollgraf 2017, MIT licence, beside this file). The
-model is ours: a timm `VisionTransformer` of 12 blocks, trained by `tools/train_bundled.py` on the 60 000 training images.
+model is ours: a timm `VisionTransformer` of 12 blocks, trained by `tools/train_bundled.py` on the 60 000 training images. So
+is the denoiser, a small U-Net that `tools/train_denoiser.py` trained on the same images.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ WEIGHTS = HERE / "vit.safetensors"
 TUNED = HERE / "tuned.json"
 STATISTICS = HERE / "statistics.safetensors"
 PROMPTS = HERE / "prompts.safetensors"
+DENOISER = HERE / "denoiser.safetensors"
 CLASSES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 SIZE = 28
 MEAN = STD = (0.5, 0.5, 0.5)
 SHOWN = ("impulse_noise", "glass_blur", "brightness", "elastic_transform")  # one corruption of each family
 SEVERITY, CONSTANTS = 2, "imagenet-c"  # here the source model is right about 6 times in 10; CIFAR-10-C's hardly harm it
+ASSETS = {"dda": {"denoiser": "bundled"}}  # what methods need beside the model, by method and option
 FOR_TUNING = 2000  # images on which `tuned` was chosen: the last ones that `Images.sample` draws
 
 
@@ -92,6 +95,12 @@ def tuned(batch_size: int = 64) -> dict[str, dict[str, Any]]:
         if "lr" in options and find(method).options()["lr"].default is None:
             options["lr"] *= batch_size / 64
     return chosen
+
+
+def options(batch_size: int = 64) -> dict[str, dict[str, Any]]:
+    """For each method what it cannot do without, and what was tuned for it."""
+    chosen = tuned(batch_size)
+    return {method: {**ASSETS.get(method, {}), **chosen.get(method, {})} for method in {**ASSETS, **chosen}}
 
 
 def statistics() -> SourceStatistics:

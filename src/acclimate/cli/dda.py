@@ -1,0 +1,66 @@
+"""`acclimate dda`."""
+
+from __future__ import annotations
+
+import argparse
+
+from ._words import Commands
+
+EPILOG = """\
+examples:
+  acclimate dda imagenet-c/ generated/ --denoiser 256x256_diffusion_uncond.pt
+  acclimate bench --data imagenet-c --root generated/ --methods source --model NAME
+                                          DDA without its ensemble: the generated pictures alone
+  acclimate bench --data imagenet-c --root imagenet-c/ --methods dda:denoiser=256x256_diffusion_uncond.pt --model NAME
+                                          DDA with it: pictures are generated on the way, at every run anew
+
+An interrupted run is taken up by giving the same command again.
+"""
+
+
+def add(commands: Commands) -> None:
+    dda = commands.add_parser(
+        "dda",
+        help="regenerate a folder of pictures with a diffusion model",
+        description="Write, for every picture below a folder, what a diffusion model makes of it as in DDA, in a tree of "
+        "the same shape.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    dda.add_argument("source", metavar="IN", help="a folder of pictures, in sub-folders or not")
+    dda.add_argument("target", metavar="OUT", help="where to write: OUT/<as in IN>.png")
+    dda.add_argument(
+        "--denoiser", required=True, metavar="FILE", help="weights of the diffusion model, *.pt or *.safetensors"
+    )
+    dda.add_argument("--steps", type=int, default=100, metavar="N", help="of the schedule; default: %(default)s")
+    dda.add_argument("--start", type=int, default=50, metavar="N", help="steps of noise; default: %(default)s")
+    dda.add_argument("--factor", type=int, default=4, metavar="N", help="of the low-pass filter; default: %(default)s")
+    dda.add_argument("--scale", type=float, default=6.0, metavar="X", help="of the guidance; default: %(default)s")
+    dda.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    dda.add_argument("--batch-size", type=int, default=4, metavar="N", help="pictures at a time; default: %(default)s")
+    dda.add_argument("--skip-unreadable", action="store_true", help="leave out damaged pictures instead of stopping")
+    dda.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
+    dda.set_defaults(run=_generate)
+
+
+def _generate(given: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from ..diffusion.folder import generate_folder
+    from ..models import pick_device
+
+    report = generate_folder(
+        given.source,
+        given.target,
+        given.denoiser,
+        steps=given.steps,
+        start=given.start,
+        factor=given.factor,
+        scale=given.scale,
+        seed=given.seed,
+        batch_size=given.batch_size,
+        skip_unreadable=given.skip_unreadable,
+        device=pick_device(given.device),
+        console=Console(),
+    )
+    print(f"{given.target}: {report}")
