@@ -200,4 +200,4 @@ def test_the_prompts_are_of_this_model():
     model = acclimate.adapt(bundled.model(), "dept-g", source=prompts)
     assert model.method.learned.sizes.prompts == 8
     assert [s.kinds for s in bundled.source(["prompts"])] == [["prompts"]] and bundled.source([]) == []
-    assert [s.kinds for s in bundled.source(["prompts", "fisher"])] == [["features", "fisher"], ["prompts"]]
+    assert [s.kinds for s in bundled.source(["prompts", "fisher"])] == [["class_tokens", "features", "fisher"], ["prompts"]]
