@@ -9,9 +9,10 @@ import timm
 import torch
 
 import acclimate
-from acclimate.check import tiny_batches, tiny_vit
+from acclimate.check import Case, tiny_batches, tiny_vit
 from acclimate.engine import entropy
 from acclimate.errors import ConfigError
+from acclimate.method import find
 from acclimate.methods._leading import leading_blocks
 from acclimate.methods.dct import Conditioner
 
@@ -295,3 +296,17 @@ def test_recovery_average_is_a_moving_average(batches):
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         acclimate.adapt(tiny_vit(), "dct", **options)
+
+
+@pytest.mark.parametrize("name", acclimate.list_methods())
+def test_no_step_takes_more_passes_than_declared(name):
+    """A few kept samples may be passed forward once more, which is cheaper than backward through all."""
+    adapter = Case(find(name)).wrap()
+    forward, backward = adapter.method.passes()
+    passes = adapter.engine.passes
+    for images in tiny_batches(3, size=8):
+        before = passes.forward, passes.backward
+        adapter(images)
+        assert passes.forward - before[0] <= 8 * (forward + backward / 2)
+        assert passes.backward - before[1] <= 8 * backward
+    assert passes.forward >= 24 and (passes.backward > 0) == (backward > 0)

@@ -43,6 +43,8 @@ class Method(nn.Module):
     name: ClassVar[str] = ""
     paper: ClassVar[str] = ""
     adapts: ClassVar[str] = "nothing"
+    remembers: ClassVar[str] = "nothing"
+    """What it keeps from step to step, beside what adapts."""
     augments: ClassVar[bool] = False
     """Whether it uses `engine.to_pixels`: a model whose normalisation is not known is then refused when it is wrapped."""
     predicts_after: ClassVar[bool] = False
@@ -68,6 +70,10 @@ class Method(nn.Module):
     def config(self) -> dict[str, Any]:
         """The configuration that makes an equal method: `type(method)(**method.config)`."""
         return {name: getattr(self, name) for name in self.options()}
+
+    def passes(self) -> tuple[int, int]:
+        """Forward and backward passes of an image in a step, at most."""
+        return 1, 0
 
     def receive(self, statistics: SourceStatistics, vit: ViT) -> None:
         """Called before `attach` with the statistics that it `needs`: keep what the steps use, as `source.constants`."""

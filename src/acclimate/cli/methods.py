@@ -23,12 +23,12 @@ def _list() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..method import find, list_methods
+    from ..method import create, find, list_methods
     from ..source import PROMPTS
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method", no_wrap=True)
-    for column in ("adapts", "beyond the batch", "one image", "paper"):
+    for column in ("adapts", "beyond the batch", "one image", "passes", "remembers", "paper"):
         table.add_column(column)
     for name in list_methods():
         cls = find(name)
@@ -37,9 +37,17 @@ def _list() -> None:
         needs = [*statistics, *(["augmentation"] if cls.augments else [])]
         windowed = "with window=" if "window" in cls.options() else "no"
         alone = windowed if "batch_of_one" in cls.exceptions else "yes"
-        table.add_row(name, cls.adapts, ", ".join(needs) or "nothing", alone, cls.paper)
-    Console().print(table)
-    print("\nOne image: whether a stream of single images can be adapted to. `acclimate methods NAME` explains one.")
+        forward, backward = create(name, {}).passes()
+        passes = f"{forward} + {backward}" if backward else f"{forward}"
+        table.add_row(name, cls.adapts, ", ".join(needs) or "nothing", alone, passes, cls.remembers, cls.paper)
+    console = Console()
+    console.print(table)
+    console.print(
+        "\nBeyond the batch: what needs source statistics or trained prompts is not source-free. One image: whether a "
+        "stream of single images can be adapted to. Passes: forward + backward, of each image, at most. "
+        "`acclimate methods NAME` explains one.",
+        highlight=False,
+    )
 
 
 def _explain(name: str) -> None:

@@ -54,6 +54,7 @@ class AdaContrast(Method):
 
     paper = "Chen et al., CVPR 2022"
     adapts = "weights and biases of all layers, and their average"
+    remembers = "an average of all weights, and a queue of features and predictions"
     augments = True
     predicts_after = True
     quick: ClassVar = {"queue": 16, "neighbours": 3, "refine_after": 8}
@@ -94,6 +95,9 @@ class AdaContrast(Method):
         self.beta = beta
         self.eta = eta
         self.reference = reference
+
+    def passes(self) -> tuple[int, int]:
+        return 6, 1
 
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
         self._adapted = weights_and_biases(vit)

@@ -46,6 +46,7 @@ class CFA(Tent):
     """
 
     paper = "Kojima et al., IJCAI 2022"
+    remembers = "moments and class means of the source"
     needs = ("features",)
 
     def __init__(
@@ -67,6 +68,9 @@ class CFA(Tent):
         self.moment_weight = moment_weight
         self.class_weight = class_weight
         self.clip = clip
+
+    def passes(self) -> tuple[int, int]:
+        return 2, 1
 
     def receive(self, statistics: SourceStatistics, vit: ViT) -> None:
         found = statistics.of("features")

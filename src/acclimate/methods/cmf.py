@@ -44,6 +44,7 @@ class CMF(ROID):
 
     paper = "Lee and Chang, ICLR 2024"
     adapts = "all norms, and a filtered copy of them"
+    remembers = "a second copy of the norms, and an average prediction"
 
     def __init__(
         self,

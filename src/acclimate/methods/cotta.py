@@ -42,6 +42,7 @@ class CoTTA(Method):
 
     paper = "Wang et al., CVPR 2022"
     adapts = "weights and biases of all layers, and their average"
+    remembers = "an average of all weights"
     augments = True
 
     def __init__(
@@ -69,6 +70,9 @@ class CoTTA(Method):
         self.views = views
         self.restore = restore
         self.reference = reference
+
+    def passes(self) -> tuple[int, int]:
+        return 2 + self.views, 1
 
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
         self._adapted = weights_and_biases(vit)

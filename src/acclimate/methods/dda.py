@@ -63,6 +63,7 @@ class DDA(Method):
 
     paper = "Gao et al., CVPR 2023"
     adapts = "nothing (the input)"
+    remembers = "the denoiser"
     augments = True
     quick: ClassVar = {"denoiser": "gaussian", "steps": 10, "start": 3}
 
@@ -101,6 +102,9 @@ class DDA(Method):
     def open_denoiser(self) -> Denoiser:
         """The diffusion model."""
         return open_denoiser(self.denoiser)
+
+    def passes(self) -> tuple[int, int]:
+        return 2, 0
 
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
         denoiser = self.open_denoiser()

@@ -36,6 +36,7 @@ class DELTA(Tent):
     """
 
     paper = "Zhao et al., ICLR 2023"
+    remembers = "an average prediction"
     lr_at_64 = 0.00025
 
     def __init__(

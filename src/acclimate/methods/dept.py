@@ -73,6 +73,7 @@ class DePT(Method):
 
     paper = "Gao et al., arXiv 2022"
     adapts = "prompts in 4 stages, classifier and DINO heads, and their average"
+    remembers = "an average of what adapts, and a bank of features and predictions"
     augments = True
     predicts_after = True
     updates_once = False
@@ -145,6 +146,9 @@ class DePT(Method):
         self.trained: Prompted | None = None  # what it begins with
         if random_prompts:
             self.needs = ()
+
+    def passes(self) -> tuple[int, int]:
+        return 4 * self.steps + 1, self.steps
 
     def receive(self, statistics: SourceStatistics, vit: ViT) -> None:
         sizes = Sizes.of(statistics.about)

@@ -72,6 +72,9 @@ class DeYO(LeadingNorms):
         self.entropy_weight = entropy_weight
         self.plpd_weight = plpd_weight
 
+    def passes(self) -> tuple[int, int]:
+        return 2, 1
+
     def step(self, images: Tensor, engine: Engine) -> Step:
         log_c = math.log(engine.num_classes)
         margin = 0.5 * log_c if self.margin is None else self.margin

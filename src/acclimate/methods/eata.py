@@ -34,6 +34,7 @@ class EATA(ETA):
     """
 
     needs = ("fisher",)
+    remembers = "an average prediction, and the Fisher information of the norms"
 
     def __init__(
         self,

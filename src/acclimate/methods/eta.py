@@ -41,6 +41,7 @@ class ETA(Tent):
     """
 
     paper = "Niu et al., ICML 2022"
+    remembers = "an average prediction"
 
     def __init__(
         self,

@@ -51,6 +51,7 @@ class FOA(Method):
 
     paper = "Niu et al., ICML 2024"
     adapts = "prompt tokens, and a shift before the head"
+    remembers = "the covariance of the prompts and its root"
     needs = ("class_tokens",)
     searches = True
     quick: ClassVar = {"population": 4}
@@ -78,6 +79,9 @@ class FOA(Method):
         self.sigma = sigma
         self.decay = decay
         self.reference = reference
+
+    def passes(self) -> tuple[int, int]:
+        return self.population + 1, 0
 
     def receive(self, statistics: SourceStatistics, vit: ViT) -> None:
         found = statistics.of("class_tokens")

@@ -67,6 +67,9 @@ class MEMO(Method):
         self.leak_optimizer_state = leak_optimizer_state
         self.reference = reference
 
+    def passes(self) -> tuple[int, int]:
+        return 2 * self.views * self.iterations + 1, self.views * self.iterations
+
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
         self._adapted = list(vit.model.parameters())
         return self._adapted

@@ -52,6 +52,7 @@ class ROID(Method):
 
     paper = "Marsden et al., WACV 2024"
     adapts = "all norms"
+    remembers = "an average prediction; of single images a window"
     augments = True
     exceptions: ClassVar = {"batch_of_one": "the weights compare the samples of a batch; give window= for single images"}
 
@@ -82,6 +83,9 @@ class ROID(Method):
         self.source_momentum = source_momentum
         self.window = window
         self.reference = reference
+
+    def passes(self) -> tuple[int, int]:
+        return 3, 2
 
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
         self._adapted = parameters_of(vit.norms)

@@ -45,6 +45,7 @@ class RoTTA(Method):
 
     paper = "Yuan et al., CVPR 2023"
     adapts = "all norms, and their average"
+    remembers = "an average of the norms, and 64 images"
     augments = True
     updates_once = False
     quick: ClassVar = {"memory": 8, "every": 8}
@@ -76,6 +77,9 @@ class RoTTA(Method):
         self.lambda_t = lambda_t
         self.lambda_u = lambda_u
         self.reference = reference
+
+    def passes(self) -> tuple[int, int]:
+        return 3, 1
 
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
         require(vit.model, vit.image_size is not None, "RoTTA remembers images, which have to be of one size")

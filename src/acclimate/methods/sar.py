@@ -44,6 +44,7 @@ class SAR(LeadingNorms):
 
     paper = "Niu et al., ICLR 2023"
     adapts = "norms of all but the last blocks"
+    remembers = "a moving average of the loss"
 
     def __init__(
         self,
@@ -71,6 +72,9 @@ class SAR(LeadingNorms):
         self.loss = loss
         self.average: Tensor
         self.register_buffer("average", torch.tensor(math.nan))  # of the loss; NaN until there is one
+
+    def passes(self) -> tuple[int, int]:
+        return 2, 2
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         measure = uncertainty(self.loss, engine, reference=self.reference)

@@ -76,6 +76,9 @@ class SPA(Siamese):
         self.lr_noise = lr_noise
         self.momentum_noise = momentum_noise
 
+    def passes(self) -> tuple[int, int]:
+        return 3, 2
+
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
         side = math.isqrt(vit.tokens - 1)
         # its square is the proportion of noise

@@ -36,6 +36,7 @@ class T3A(Method):
 
     paper = "Iwasawa and Matsuo, NeurIPS 2021"
     adapts = "prototypes instead of the head"
+    remembers = "the supports of each class"
 
     def __init__(self, *, supports_per_class: int = 20, reference: bool = False) -> None:
         super().__init__()

@@ -55,6 +55,9 @@ class Tent(Method):
         self.loss = loss
         self.reference = reference
 
+    def passes(self) -> tuple[int, int]:
+        return 1, 1
+
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
         self._adapted = parameters_of(vit.norms)
         return self._adapted

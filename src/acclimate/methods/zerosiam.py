@@ -52,6 +52,9 @@ class ZeroSiam(Siamese):
         self.alignment = alignment
         self.batch_size = batch_size
 
+    def passes(self) -> tuple[int, int]:
+        return 1, 1
+
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
         batch_size = self.batch_size or batch_size
         rate = scaled_lr(batch_size, 0.005) * (2 if batch_size == 1 else 1)
