@@ -69,8 +69,9 @@ TUNABLE = {
     "zerosiam": ["lr", "lr_predictor"],
     "vpt": ["lr, of prompts", "margin", "recovery"],
     "foa": ["sigma", "discrepancy"],
+    "dept-g": ["lr"],
 }
-COSTLY = {"memo": 20, "foa": 200}  # images of each corruption
+COSTLY = {"memo": 20, "foa": 200, "dept-g": 200}  # images of each corruption
 SEVERITY = {"speckle_noise": 5, "gaussian_blur": 2, "spatter": 5, "saturate": 5}
 
 

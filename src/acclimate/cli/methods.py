@@ -35,6 +35,7 @@ def _list() -> None:
         statistics = [f"source statistics ({', '.join(cls.needs)})"] if cls.needs else []
         statistics = ["prompts trained on the source"] if PROMPTS in cls.needs else statistics
         needs = [*statistics, *(["augmentation"] if cls.augments else [])]
+        needs += ["a diffusion model"] if "denoiser" in cls.options() else []
         windowed = "with window=" if "window" in cls.options() else "no"
         alone = windowed if "batch_of_one" in cls.exceptions else "yes"
         forward, backward = create(name, {}).passes()
