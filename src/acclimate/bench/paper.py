@@ -19,7 +19,6 @@ from ..data.datasets import Corrupted, Images
 from ..data.layouts import OFFICE
 from ..errors import ConfigError, nearest
 from ..method import find as find_method
-from ..method import list_methods
 from .api import Source, bench, statistics_of
 from .fingerprint import VIT_B, VIT_L
 from .reported import Reported, figures, tables
@@ -29,6 +28,17 @@ SEEDS = (2021, 2022, 2023)
 COMPARED = ("source", "t3a", "cotta", "dda", "memo", "adacontrast", "cfa", "tent", "dept-g", "sar", "eata", "dct")
 MINUTES = {"source": 2, "tent": 5, "sar": 7, "dct": 8, "memo": 14 * 60, "dda": 5 * 24 * 60}
 """For 50 000 images on an RTX 3090 as the paper has them; source is our guess, and what is not here is taken for 10."""
+
+
+PICTURES = {
+    "attention-distance": "attention-distance",
+    "rollout": "rollout",
+    "tokens-by-class": "tsne",
+    "tokens-by-domain": "tsne",
+    "conditioners": "tsne",
+    "conditioners-more": "tsne",
+}
+"""The paper's pictures, and what `acclimate analyze` calls them."""
 
 
 @dataclass(frozen=True)
@@ -45,24 +55,17 @@ class Experiment:
 
     @property
     def methods(self) -> list[str | tuple[str, dict[str, Any]]]:
-        """Those that there are here."""
-        chosen: Sequence[Any] = self.grid.get("methods", COMPARED)
-        return [m for m in chosen if (m if isinstance(m, str) else m[0]) in list_methods()]
-
-    @property
-    def missing(self) -> list[str]:
-        """Methods of the paper's table that are not here."""
-        return [m for m in self.grid.get("methods", COMPARED) if isinstance(m, str) and m not in list_methods()]
+        return list(self.grid.get("methods", COMPARED))
 
     @property
     def needing(self) -> list[str]:
-        """Methods that need statistics of the source data."""
-        return [m for m in self.methods if isinstance(m, str) and find_method(m).needs]
+        """Methods that need more than the model and the stream: statistics of the source data, or a diffusion model."""
+        return [m for m in self.methods if isinstance(m, str) and (find_method(m).needs or m == "dda")]
 
-    def lacking(self, source: Source | Sequence[Source] | None) -> list[str]:
-        """Those of them whose kinds are not among the statistics."""
+    def lacking(self, source: Source | Sequence[Source] | None, denoiser: str | None) -> list[str]:
+        """Those of them that cannot be run with these."""
         known = {kind for statistics in statistics_of(source) for kind in statistics.kinds}
-        return [m for m in self.needing if not {*find_method(m).needs} <= known]
+        return [m for m in self.needing if not {*find_method(m).needs} <= known or (m == "dda" and denoiser is None)]
 
     @property
     def hours(self) -> float:
@@ -123,7 +126,8 @@ def find(name: str) -> Experiment:
             return known[full]
     picture = figures().get(name.removeprefix("figure-"))
     if picture is not None:
-        raise ConfigError(f"{name} is a picture of the paper, not a grid of runs: {picture.shows}")
+        how = f" `acclimate analyze {PICTURES[picture.key]}` draws its counterpart." if picture.key in PICTURES else ""
+        raise ConfigError(f"{name} is a picture of the paper, not a grid of runs: {picture.shows}{how}")
     raise ConfigError(f"Unknown experiment {name!r}.{nearest(name, known, 0.4)} There are: {', '.join(known)}.")
 
 
@@ -133,6 +137,7 @@ def run(
     *,
     scale: str = "full",
     source_models: str | None = None,
+    denoiser: str | None = None,
     **options: Any,
 ) -> Iterator[tuple[str, Results, Reported | None]]:
     """Do an experiment; gives its tables, each with a title and with the paper's.
@@ -142,14 +147,15 @@ def run(
         root: Where its data set is.
         scale: "full", or "small" for the bundled model and images.
         source_models: For Office-Home a folder with what `train-source` wrote: Art.safetensors, Clipart.safetensors ...
+        denoiser: DDA's diffusion model; without one, DDA is left out.
         **options: For `acclimate.bench`: store, jobs, on, shard, device ... Methods that need `source` are left out without.
     """
     if scale not in ("full", "small"):
         raise ConfigError(f"scale={scale!r}: full or small.")
-    without = [] if scale == "small" else experiment.lacking(options.get("source"))
-    grid: dict[str, Any] = {
-        "seeds": SEEDS, **experiment.grid, "methods": [m for m in experiment.methods if m not in without]
-    }  # fmt: skip
+    without = [] if scale == "small" else experiment.lacking(options.get("source"), denoiser)
+    given = {"dda": ("dda", {"denoiser": denoiser})} if denoiser is not None else {}
+    methods = [given.get(m, m) if isinstance(m, str) else m for m in experiment.methods if m not in without]
+    grid: dict[str, Any] = {"seeds": SEEDS, **experiment.grid, "methods": methods}
     paper = tables().get(experiment.reported or "")
     if scale == "small":
         yield f"{experiment.shows}: small, bundled model and images", _small(experiment, grid, options), None

@@ -20,7 +20,7 @@ examples:
   acclimate paper table-normal --scale small               try it on the bundled model and images
   acclimate paper --scale small                            try them all
 
-Methods of the paper that are not here are left out, and named; so are EATA, CFA and DePT-G without --source-statistics.
+EATA, CFA and DePT-G are left out without --source-statistics, DDA without --denoiser. Pictures: `acclimate analyze`.
 """
 
 
@@ -38,6 +38,7 @@ def add(commands: Commands) -> None:
     paper.add_argument("--dry-run", action="store_true", help="print the grid of runs, and run nothing")
     paper.add_argument("--source-models", metavar="DIR", help="for Office-Home: what train-source wrote, one file a domain")
     paper.add_argument("--source-statistics", metavar="FILES", help="of the experiment's model, for methods that need them")
+    paper.add_argument("--denoiser", metavar="FILE", help="of DDA: 256x256_diffusion_uncond.pt")
     paper.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time; default: %(default)s")
     paper.add_argument("--on", choices=["ray"], help="run on a Ray cluster")
     paper.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
@@ -65,7 +66,7 @@ def _paper(given: argparse.Namespace) -> None:
         options = dict(jobs=given.jobs, on=given.on, device=given.device, reference=given.reference, store=given.out)
         options |= dict(source=words(given.source_statistics) or None)
         for title, results, reported in paper.run(
-            experiment, given.root, scale=given.scale, source_models=given.source_models,
+            experiment, given.root, scale=given.scale, source_models=given.source_models, denoiser=given.denoiser,
             console=console if console.is_terminal else Console(stderr=True), **options,
         ):  # fmt: skip
             console.rule(f"{experiment.name}: {title}")
@@ -76,18 +77,15 @@ def _paper(given: argparse.Namespace) -> None:
                     console.print(beside(grid, reported.only(setting) if by_setting else reported))
                 for doubt in reported.doubts:
                     console.print(f"doubt: {doubt}", style="yellow")
-        left_out = experiment.lacking(options["source"]) if given.scale == "full" else []
+        left_out = experiment.lacking(options["source"], given.denoiser) if given.scale == "full" else []
         if left_out:
-            console.print(f"Left out without their --source-statistics: {', '.join(left_out)}.", style="dim")
-        if experiment.missing:
-            console.print(f"Not here: {', '.join(experiment.missing)}.", style="dim")
+            console.print(f"Left out without --source-statistics or --denoiser: {', '.join(left_out)}.", style="dim")
 
 
 def _list(console: Console) -> None:
     from rich.table import Table
 
-    from ..bench.paper import experiments
-    from ..bench.reported import figures
+    from ..bench.paper import PICTURES, experiments
 
     table = Table(title="The DCT paper's experiments", header_style="bold", title_justify="left")
     table.add_column("name", no_wrap=True)
@@ -102,8 +100,8 @@ def _list(console: Console) -> None:
         "the methods that are here; one image at a time takes longer.",
         style="dim",
     )
-    pictures = [figure for figure in figures().values() if figure.key not in ("sensitivity", "framework")]
-    console.print("Its pictures are analyses, not grids of runs: " + ", ".join(f.key for f in pictures) + ".", style="dim")
+    drawn = ", ".join(f"{picture} (`acclimate analyze {command}`)" for picture, command in PICTURES.items())
+    console.print(f"Its pictures: {drawn}.", style="dim", highlight=False)
 
 
 def _plan(console: Console, experiment: Experiment, scale: str) -> None:
@@ -114,9 +112,7 @@ def _plan(console: Console, experiment: Experiment, scale: str) -> None:
     console.print(f"  model     {experiment.model if scale == 'full' else 'bundled'}")
     console.print(f"  methods   {', '.join(methods)}")
     if experiment.needing:
-        console.print(f"  with --source-statistics alone  {', '.join(experiment.needing)}")
-    if experiment.missing:
-        console.print(f"  not here  {', '.join(experiment.missing)}")
+        console.print(f"  only with --source-statistics or --denoiser  {', '.join(experiment.needing)}")
     console.print(f"  grid      { {k: v for k, v in grid.items() if k != 'methods'} or 'one stream for each target' }")
     console.print(
         f"  cost      {experiment.images:,} images for each method and seed, about {experiment.hours:.0f} GPU hours"
