@@ -54,13 +54,14 @@ def test_the_model_can_be_adapted_like_any_other():
 
 
 def test_the_tuned_options_exist_and_were_found_with_the_same_effort():
-    assert set(bundled.tuned()) == {"tent", "sar", "dct"}
+    assert {"tent", "sar", "dct", "t3a", "eata", "cotta"} <= set(bundled.tuned())
     for method, options in bundled.tuned().items():
         create(method, options)
     outcome = json.loads(bundled.TUNED.read_text())
     assert {len(trials) for trials in outcome["trials"].values()} == {outcome["trials_each"]}
     for method, trials in outcome["trials"].items():
         assert max(trial["mean"] for trial in trials) == outcome["chosen_mean"][method]
+        assert str(outcome["images"][method]) in outcome["source"], "what it was compared with"
         assert {name.split("/")[0] for trial in trials for name in trial["accuracy"]} == set(bundled_extra())
 
 

@@ -129,14 +129,14 @@ def main() -> None:
         ]
         for trial in trials[method]:
             console.print(f"{method} {trial['mean']:.2%}  {trial['options'] or 'defaults'}")
-    ((source,),) = [score("source", [{}], options.images)]
+    source = {count: score("source", [{}], count)[0] for count in sorted(set(images.values()))}
     best = {method: max(trials[method], key=lambda trial: trial["mean"]) for method in TUNABLE if method in trials}
     outcome = {
         "how": "tools/tune_bundled.py: best mean accuracy on the four extra corruptions, as many trials for each method",
         "images": images,
         "constants": bundled.CONSTANTS,
         "trials_each": options.trials,
-        "source": {"mean": round(mean(source), 4), "accuracy": source},
+        "source": {count: {"mean": round(mean(accuracy), 4), "accuracy": accuracy} for count, accuracy in source.items()},
         "chosen": {method: trial["options"] for method, trial in best.items()},
         "chosen_mean": {method: trial["mean"] for method, trial in best.items()},
         "trials": {method: trials[method] for method in best},
@@ -147,7 +147,7 @@ def main() -> None:
 
 def drawn(point: Sequence[float], tunable: Sequence[str]) -> dict[str, Any]:
     """The options of a method at a quasi-random point."""
-    return {name.removesuffix("_adam"): draw(u) for (name, draw), u in zip(SPACE.items(), point) if name in tunable}
+    return {name.partition(",")[0]: draw(u) for (name, draw), u in zip(SPACE.items(), point) if name in tunable}
 
 
 def rounded(value: float) -> float:
