@@ -22,7 +22,7 @@ import acclimate
 from acclimate.bench.tables import Grid, markdown
 from acclimate.data.corruptions import CORRUPTIONS
 
-IMAGES = {"normal": 500, "label-shift": 500, "continual": 500, "mixed": 500, "bs1": 100}  # of each corruption
+IMAGES = {"normal": 500, "continual": 200, "label-shift": 200, "mixed": 200, "bs1": 40}  # of each corruption
 COSTLY = {"memo": 20, "dda": 20}  # and of each corruption so many
 EPISODIC = ("memo", "dda")  # what they make of an image does not depend on the others: they are run in one setting
 SINGLE: dict[str, dict[str, Any]] = {"roid": {"window": 16}, "cmf": {"window": 16}}  # options for single images
