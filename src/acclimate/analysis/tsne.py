@@ -42,7 +42,7 @@ MODELS = {  # what is compared, and how it is drawn
     "each": ("adapted, one model per domain", HUES[1], "-", "s"),
     "one": ("adapted, one model for all domains", HUES[0], "-", "^"),
 }
-INPUTS = {"input": "class token (generator input)", "k": "key conditioner $C_k$", "v": "value conditioner $C_v$"}
+INPUTS = {"input": "generator input", "k": "key conditioner $C_k$", "v": "value conditioner $C_v$"}
 GREY = "#c8c8c8"
 Places = npt.NDArray[np.float64]
 Measured = dict[tuple[str, int, str], Separability]  # by model, layer, and "domain" or "class"

@@ -15,6 +15,16 @@ examples:
 The page is one file that needs no network: table, accuracy and health along the stream, costs, events, figures, and the
 protocol. Figures are those that `acclimate analyze` wrote; it says where it found none.
 """
+ORDER = [
+    "attention-distance",
+    "rollout",
+    "class-tokens",
+    "separability",
+    "conditioners",
+    "sensitivity",
+    "ablation",
+    "cost",
+]  # of figures
 
 
 def add(commands: Commands) -> None:
@@ -50,7 +60,9 @@ def _report(given: argparse.Namespace) -> None:
     from .table import ordered
 
     figures = Path(given.figures or "figures")
-    words = sorted(figures.glob("*.json"))
+    words = sorted(
+        figures.glob("*.json"), key=lambda file: (ORDER.index(file.stem) if file.stem in ORDER else len(ORDER), file)
+    )
     if given.figures and not words:
         raise ConfigError(f"--figures {figures}: there is none; `acclimate analyze all --out {figures}` draws them.")
     outcomes = [
