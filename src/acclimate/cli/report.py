@@ -15,16 +15,7 @@ examples:
 The page is one file that needs no network: table, accuracy and health along the stream, costs, events, figures, and the
 protocol. Figures are those that `acclimate analyze` wrote; it says where it found none.
 """
-ORDER = [
-    "attention-distance",
-    "rollout",
-    "class-tokens",
-    "separability",
-    "conditioners",
-    "sensitivity",
-    "ablation",
-    "cost",
-]  # of figures
+ORDER = ["attention-distance", "rollout", "class-tokens", "separability", "conditioners", "sensitivity", "ablation", "cost"]
 
 
 def add(commands: Commands) -> None:
@@ -82,5 +73,5 @@ def _report(given: argparse.Namespace) -> None:
     kept = [Kept.read(file) for file in words]
     text = page(grid.outcomes, title=title, paper=paper, notes=grid.differences, figures=kept)
     write_whole(Path(given.out), text.encode())
-    found = f"{len(kept)} figures" if kept else "no figures, which `acclimate analyze all` would draw"
-    print(f"{given.out}: {len(grid.outcomes)} runs, {found}; {len(text.encode()) / 2**20:.1f} MiB")
+    drawn = f"{len(kept)} figures" if kept else "no figures, which `acclimate analyze all` would draw"
+    print(f"{given.out}: {len(grid.outcomes)} runs, {drawn}; {len(text.encode()) / 2**20:.1f} MiB")
