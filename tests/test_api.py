@@ -70,6 +70,14 @@ def test_a_method_with_several_options_has_several_rows(runs):
     assert Grid(found).methods == ["source", "tent", "tent(lr=0.1)", "tent(lr=0.1, momentum=0.0)"]
 
 
+def test_an_infinite_option_is_kept(tmp_path):
+    how = dict(methods={"sar": {"margin": float("inf")}}, corruptions=["fog"], store=tmp_path, **SMALL)
+    (outcome,) = acclimate.bench(**how)
+    assert outcome.spec.config["margin"] == "inf" and outcome.result.used > 0
+    (again,) = acclimate.bench(**how)
+    assert again.found
+
+
 def test_tuned_learning_rates_follow_the_batch_as_a_methods_own_do():
     """Of those that the method scales: SAR's norms, not DCT's generators, not the rate that CoTTA keeps."""
     at_64, at_1 = bundled.tuned(), bundled.tuned(1)

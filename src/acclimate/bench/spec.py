@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -140,10 +141,15 @@ def specify(
         seed=stream.seed,
         order=stream.digest,
         method=made.name,
-        config=json.loads(json.dumps(made.config)) | known,  # as it will come back from the file
+        config={name: _kept(value) for name, value in made.config.items()} | known,
         protocol={**asdict(protocol), "classes": _columns(protocol.classes), "reset": RESET},
         versions={"acclimate": __version__, **{library: version(library) for library in LIBRARIES}},
     )
+
+
+def _kept(value: Any) -> Any:
+    """An option as it will come back from the file, which has no infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else json.loads(json.dumps(value))
 
 
 def describe(model: nn.Module, name: str) -> dict[str, str]:

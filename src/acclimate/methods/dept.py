@@ -68,7 +68,9 @@ class DePT(Method):
     configuration names 4 iterations), a bank of the last samples instead of all, plain labels until it has some, no decay of
     the learning rate, a weak view that is mirrored alone. Not known, and therefore ours as well: that labels come from the
     teacher, whose view enters the bank; weight decay and the teacher's temperature, taken from the source phase; that the
-    last stage's DINO head projects the class token, and that prompts are averaged before they are projected.
+    last stage's DINO head projects the class token, and that prompts are averaged before they are projected; that the
+    vote of the neighbours becomes a hard label; that prompts are to differ within a stage; that the DINO centre starts at 0
+    and keeps 0.9 of itself at each step, as DINO's.
     """
 
     paper = "Gao et al., arXiv 2022"
