@@ -230,12 +230,13 @@ def test_the_paper_leaves_out_what_has_no_statistics(monkeypatch):
     from acclimate.bench import paper
 
     experiment = paper.find("table-normal")
-    assert experiment.needing == ["cfa", "dept-g", "eata"]
+    assert experiment.needing == ["dda", "cfa", "dept-g", "eata"]
     asked = []
     monkeypatch.setattr(paper, "bench", lambda *where, methods, **grid: asked.append(methods))
-    chosen = replace(experiment, grid={**experiment.grid, "methods": ["source", "eata", "dept-g"]})
+    chosen = replace(experiment, grid={**experiment.grid, "methods": ["source", "eata", "dept-g", "dda"]})
     both = [bundled.STATISTICS, bundled.PROMPTS]
-    for options in ({}, {"source": bundled.STATISTICS}, {"source": both}, {"scale": "small"}):
+    for options in ({}, {"source": bundled.STATISTICS}, {"source": both}, {"denoiser": "file.pt"}, {"scale": "small"}):
         list(paper.run(chosen, "somewhere", **options))
-    small = [("source", {}), ("eata", {}), ("dept-g", dict(find("dept-g").quick))]
-    assert asked == [["source"], ["source", "eata"], ["source", "eata", "dept-g"], small]
+    small = [("source", {}), ("eata", {}), ("dept-g", dict(find("dept-g").quick)), ("dda", dict(find("dda").quick))]
+    with_dda = ["source", ("dda", {"denoiser": "file.pt"})]
+    assert asked == [["source"], ["source", "eata"], ["source", "eata", "dept-g"], with_dda, small]
