@@ -190,6 +190,12 @@ def sensitivity(
     )
 
 
+def _shared_first(means: Mapping[float, float]) -> str:
+    """What to say of a rate with the best mean."""
+    others = sum(value == max(means.values()) for value in means.values()) - 1
+    return f"has the best mean here, and so have {others} others." if others else "is the best here too."
+
+
 def rate_findings(curve: Mapping[float, Sequence[Outcome]], sar: Sequence[Outcome], source: Sequence[Outcome]) -> list[str]:
     means = {rate: mean(outcomes) for rate, outcomes in curve.items()}
     best = max(means, key=lambda rate: means[rate])
@@ -206,7 +212,7 @@ def rate_findings(curve: Mapping[float, Sequence[Outcome]], sar: Sequence[Outcom
         f"Over a rate of {still:g}, at which the generators hardly leave their start, learning them brings at most "
         f"{means[best] - means[still]:.2f} points.",
         f"The paper's best rate, {PAPERS_RATE:g}, "
-        + ("is the best here too." if not paper else f"is {paper:.2f} points below the best here."),
+        + (f"is {paper:.2f} points below the best here." if paper else _shared_first(means)),
     ]
 
 

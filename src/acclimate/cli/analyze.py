@@ -95,9 +95,9 @@ def _draw(name: str, scene: Scene, given: argparse.Namespace, console: Console) 
     if name == "tsne":
         return tsne.draw(scene, listed("corruptions", given.corruptions), given.method, **how)
     if name == "sensitivity":
-        return [studies.sensitivity(scene, listed("corruptions", given.corruptions), **how)]
+        return [studies.sensitivity(scene, listed("corruptions", given.corruptions), store=f"{given.out}/runs", **how)]
     if name == "ablation":
-        return [studies.ablation(scene, listed("corruptions", given.corruptions), **how)]
+        return [studies.ablation(scene, listed("corruptions", given.corruptions), store=f"{given.out}/runs", **how)]
     if name == "cost":
         return [studies.cost(scene, seed=given.seed, console=console)]
     return []
