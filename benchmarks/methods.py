@@ -51,7 +51,7 @@ def main() -> None:
 
 def measured(name: str, batches: list[torch.Tensor]) -> list[str]:
     needs = find(name).needs
-    source = fitting([bundled.statistics(), bundled.prompts()], needs) if needs else None
+    source = fitting(bundled.source(), needs) if needs else None
     cost = measure(bundled.model(), name, batches, source=source)
     each = 1000 * cost.seconds / len(batches[1])
     memory = "" if cost.peak_mib is None else f"{cost.peak_mib:.0f}"

@@ -36,6 +36,15 @@ def family(request):
     return request.param
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """More would wait for each other at this size; and the same number everywhere, because weights are compared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def shared_golden() -> list[Path]:
     """Recordings beside the project, or in the folder that ACCLIMATE_GOLDEN names; they are not part of it."""
     folder = Path(os.environ.get("ACCLIMATE_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))

@@ -17,6 +17,7 @@ from acclimate.methods._dept import Sizes
 from acclimate.prompts import PromptRecipe, train_prompts
 from acclimate.source import SourceStatistics
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = Sizes(stages=2, prompts=3, hidden=12, bottleneck=6, outputs=8)
 QUICK = PromptRecipe(epochs=4, batch_size=16, lr=0.3, warmup=2)
 
@@ -31,14 +32,6 @@ def plain():
 def train(out, data=None, **options):
     options = dict(sizes=SIZES, recipe=QUICK, device="cpu") | options
     return train_prompts(plain(), data or domain(), list(COLOURS), out, **options)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ from acclimate.errors import ConfigError, InputError, ModelError, NonFiniteError
 from acclimate.models import load_model
 from acclimate.train import MODEL, Recipe, augmented, load_source, pace, split, train_source
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 MEAN, STD, NAME = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4), "vit_of_these_tests"
 COLOURS = {"blue": (30, 40, 200), "green": (40, 190, 50), "red": (200, 30, 40)}
 QUICK = Recipe(epochs=4, batch_size=16, head_lr=0.1, backbone_lr=0.02)
@@ -79,15 +80,6 @@ def train(out, data=None, **options):
 def same(a, b):
     a, b = load_file(a), load_file(b)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """More would wait for each other at this size; and the same number everywhere, because weights are compared."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

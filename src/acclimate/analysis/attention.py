@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,8 +36,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> Iterator[tuple[int, Tens
         model: A model in evaluation mode, or an adapter.
         images: A batch as the model takes it; `in_parts` cuts many images into such batches.
     """
-    vit = _vit(model)
-    images = vit.check(images)
+    vit = vit_of(model)
     seen: dict[int, tuple[Tensor, Tensor]] = {}
     here = threading.get_ident()
 
@@ -50,20 +50,28 @@ def attention_maps(model: nn.Module, images: Tensor) -> Iterator[tuple[int, Tens
 
     hooks = [block.attention.register_forward_pre_hook(noting(i, _opened(vit, i))) for i, block in enumerate(vit.blocks)]
     try:
-        with torch.no_grad():
-            if isinstance(model, Adapter):
-                with model.frozen(), model.engine.undivided():
-                    model(images)
-            else:
-                vit.logits(images)
+        with torch.no_grad(), passing(model) as run:
+            run(images)
     finally:
         for hook in hooks:
             hook.remove()
     return ((i, _weights(*seen.pop(i))) for i in range(len(vit.blocks)))
 
 
-def _vit(model: nn.Module) -> ViT:
+def vit_of(model: nn.Module) -> ViT:
+    """The view of a model, or of that in an adapter."""
     return model.engine.vit if isinstance(model, Adapter) else view(model)
+
+
+@contextmanager
+def passing(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
+    """How images are passed through a model or an adapter, which stays as it is: whole, and where hooks see them."""
+    if isinstance(model, Adapter):
+        with model.frozen(), model.engine.undivided():
+            yield model
+    else:
+        vit = view(model)
+        yield lambda images: vit.logits(vit.check(images))
 
 
 def _opened(vit: ViT, i: int) -> OpenAttention:
@@ -87,7 +95,7 @@ def _weights(q: Tensor, k: Tensor) -> Tensor:
 
 def in_parts(model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:
     """Images in batches of which `attention_maps` needs a bounded amount of memory."""
-    vit = _vit(model)
+    vit = vit_of(model)
     return images.split(max(1, min(64, AT_ONCE // (len(vit.blocks) * vit.tokens * vit.width))))
 
 
@@ -110,7 +118,7 @@ class Layout:
     @classmethod
     def of(cls, model: nn.Module, images: Tensor) -> Layout:
         """Of a model or an adapter, over pictures of this size, which has to be the model's own."""
-        vit = _vit(model)
+        vit = vit_of(model)
         height, width = images.shape[-2:]
         patches = vit.tokens - vit.prefix
         # from the large ones down: what the last column leaves over is less than a patch

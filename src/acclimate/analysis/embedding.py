@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,8 @@ from ..adapter import Adapter
 from ..data.corruptions import Integers
 from ..errors import ConfigError, InputError
 from ..methods.dct import DCT
-from ..vit import ViT, tap, view
+from ..vit import tap
+from .attention import passing, vit_of
 
 Array = npt.NDArray[np.float32]
 PARTS = ("input", "q", "k", "v")
@@ -59,7 +59,7 @@ def embed(
         console: Where progress is shown.
     """
     adapter = model if isinstance(model, Adapter) else None
-    vit = adapter.engine.vit if adapter is not None else view(model)
+    vit = vit_of(model)
     depth = len(vit.blocks)
     for layer in layers:
         if not 1 <= layer <= depth:
@@ -72,7 +72,7 @@ def embed(
     before = {block: vit.blocks[block].norm1 for block in blocks}
     tokens: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     made: dict[tuple[int, str], list[Tensor]] = {(block, part): [] for block in blocks for part in PARTS}
-    with _running(model, vit) as run, tap([*after.values(), *before.values()]) as seen:
+    with passing(model) as run, tap([*after.values(), *before.values()]) as seen:
         for part in track(images.split(PASSED), "class tokens", console=console or Console(quiet=True), transient=True):
             run(part)
             for layer, module in after.items():
@@ -106,22 +106,6 @@ def _conditioners(adapter: Adapter | None, block: int, class_token: Tensor) -> d
     assert adapter is not None and isinstance(adapter.method, DCT)
     generator: Any = adapter.method.generators[str(block)]
     return {"input": class_token, **{part: generator.generate(part, class_token).flatten(1) for part in PARTS[1:]}}
-
-
-@contextmanager
-def _running(model: nn.Module, vit: ViT) -> Iterator[Callable[[Tensor], Tensor]]:
-    """How images are passed, whole and in this thread, where a tap sees them; an adapter would share them out to others."""
-    adapter = model if isinstance(model, Adapter) else None
-    if adapter is None:
-        yield lambda images: vit.logits(vit.check(images))
-        return
-    engine = adapter.engine
-    whole, engine.whole = engine.whole, True
-    try:
-        with adapter.frozen():
-            yield adapter
-    finally:
-        engine.whole = whole
 
 
 def _kept(vectors: Tensor) -> Tensor:

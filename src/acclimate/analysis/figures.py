@@ -144,6 +144,11 @@ def drawing() -> Iterator[None]:
         yield
 
 
+def spoken(name: str) -> str:
+    """A corruption's name in words."""
+    return name.replace("_", " ")
+
+
 def new(width: float, height: float) -> Canvas:
     """An empty picture, in inches; it belongs to nobody but the caller."""
     from matplotlib.figure import Figure as Canvas

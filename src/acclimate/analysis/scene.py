@@ -77,12 +77,12 @@ class Scene:
             shown = bundled.images().sample(count)
             return cls(
                 net, shown, True, BUNDLED, bundled.MEAN, bundled.STD, bundled.SEVERITY, bundled.CONSTANTS,
-                bundled.options(), [bundled.statistics(), bundled.prompts()], bundled.CLASSES,
+                bundled.options(), bundled.source(), bundled.CLASSES,
             )  # fmt: skip
         takes = input_of(net)
         own: dict[str, Any] = {}
         if model == BUNDLED:
-            own = {"options": bundled.options(), "statistics": [bundled.statistics(), bundled.prompts()]}
+            own = {"options": bundled.options(), "statistics": bundled.source()}
         shown, names = _read(Path(pictures), takes.photographs(), count, console)
         return cls(net, shown, len(names) > 1, model, takes.mean, takes.std, 5, classes=names, **own)
 

@@ -21,7 +21,7 @@ from ..errors import AcclimateError, ConfigError
 from ..method import Method, create, find, list_methods
 from ..methods._leading import leading_blocks
 from ..vit import view
-from .figures import HUES, INK, Figure, drawing, new
+from .figures import HUES, INK, Figure, drawing, new, spoken
 from .scene import BATCH, Scene
 
 if TYPE_CHECKING:
@@ -120,10 +120,6 @@ def protocol_of(outcomes: Sequence[Outcome], **more: str) -> dict[str, str]:
 
 def worded(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in options.items()) or "the defaults"
-
-
-def spoken(name: str) -> str:
-    return name.replace("_", " ")
 
 
 def rows_of(variants: Variants, outcomes: Outcomes) -> Iterator[dict[str, Any]]:
@@ -297,7 +293,6 @@ def ablation(
     store: str | os.PathLike[str] = STORE,
 ) -> Figure:
     """What each part of DCT is worth."""
-    require_labels(scene)
     groups = parts(scene)
     variants = {name: variant for group in groups.values() for name, variant in group.items()}
     outcomes = run_all(scene, corruptions, variants, severity=severity, seed=seed, store=store, console=console)

@@ -28,7 +28,7 @@ from .embedding import (
     separability,
     standardised,
 )
-from .figures import HUES, INK, Figure, drawing, new
+from .figures import HUES, INK, Figure, drawing, new, spoken
 from .scene import BATCH, Scene
 
 if TYPE_CHECKING:
@@ -415,7 +415,7 @@ def _most_frequent(labels: Integers, names: Sequence[str]) -> tuple[Integers, di
 
 
 def _domain_names(cloud: Cloud) -> dict[int, str]:
-    return {i: name.replace("_", " ") for i, name in enumerate(cloud.domains)}
+    return {i: spoken(name) for i, name in enumerate(cloud.domains)}
 
 
 def _list(items: Sequence[object]) -> str:

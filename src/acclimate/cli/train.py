@@ -74,7 +74,7 @@ def _train(given: argparse.Namespace) -> None:
     from ..data.disk import Preprocess
     from ..errors import ConfigError
     from ..models import create_timm
-    from ..train import Recipe, train_source
+    from ..train import Recipe, say, train_source
 
     if given.data == "office-home" and given.domain is None:
         raise ConfigError("office-home has four domains: name one with --domain.")
@@ -100,4 +100,4 @@ def _train(given: argparse.Namespace) -> None:
     )
     again = " It was finished before; --fresh trains it again." if done.found else ""
     text = f"{given.out}: right for {done.accuracy:.1%} of {done.held_out} pictures held out.{again}"
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    say(console, text)

@@ -79,8 +79,9 @@ def generate_folder(
     pictures = pictures_below(source, target)
     how: dict[str, Any] = dict(steps=steps, start=start, factor=factor, scale=scale)
     about = {"acclimate": __version__, "denoiser": Path(str(denoiser)).name, "weights": weights, "seed": seed}
-    require_same_settings(target / PROTOCOL, {**about, **how, **which(pictures)})
-    write_whole(target / PROTOCOL, json.dumps({**about, **how, **which(pictures)}, indent=1).encode())
+    settings = {**about, **how, **which(pictures)}
+    require_same_settings(target / PROTOCOL, settings)
+    write_whole(target / PROTOCOL, json.dumps(settings, indent=1).encode())
 
     rng = torch.Generator().manual_seed(seed)
     seeds = torch.randint(2**62, (len(pictures),), generator=rng).tolist()

@@ -117,9 +117,11 @@ def prompts() -> SourceStatistics:
     return SourceStatistics.load(PROMPTS)
 
 
-def source(needed: Collection[str]) -> list[SourceStatistics]:
-    """Those of the two that have something of these kinds."""
-    return [found for found in (statistics(), prompts()) if {*needed} & {*found.kinds}] if needed else []
+def source(needed: Collection[str] | None = None) -> list[SourceStatistics]:
+    """Both of these, or those that have something of the kinds that are needed."""
+    if needed is None:
+        return [statistics(), prompts()]
+    return [found for found in source() if {*needed} & {*found.kinds}] if needed else []
 
 
 def read(folder: Path, part: str) -> Images:
