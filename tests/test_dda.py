@@ -14,12 +14,14 @@ import acclimate
 from acclimate import cli
 from acclimate.check import tiny_batches, tiny_vit
 from acclimate.data import bundled
-from acclimate.data.datasets import Corrupted
+from acclimate.data.corruptions import Corruption
+from acclimate.data.datasets import Corrupted, Subset
+from acclimate.data.disk import Files, Preprocess
 from acclimate.diffusion import unet
 from acclimate.diffusion.denoisers import Gaussian, open_denoiser
-from acclimate.diffusion.folder import generate_folder
+from acclimate.diffusion.folder import Beside, generate_folder
 from acclimate.diffusion.process import Schedule, regenerated, resized
-from acclimate.errors import ConfigError, StateError
+from acclimate.errors import ConfigError, InputError, StateError
 from acclimate.method import Method, find
 from acclimate.methods.dda import DDA, combined
 
@@ -241,6 +243,90 @@ def test_damaged_pictures(photos, capsys):
     assert "z.png cannot be read" in capsys.readouterr().err
     assert cli.main([*command, "--skip-unreadable"]) == 0
     assert "1 unreadable pictures skipped: cat/z.png" in capsys.readouterr().out
+
+
+# ---- pictures generated before --------------------------------------------------------------------------------
+
+
+def test_pictures_that_were_generated_before(batches):
+    made = acclimate.adapt(tiny_vit(), "dda", **HOW)
+    seen = generated(made)
+    expected = made(batches[0])
+    stored = acclimate.adapt(tiny_vit(), "dda", generated="somewhere", mean=0.5, std=0.5)
+    pairs = torch.stack([batches[0], 2 * seen[0].clamp(0, 1) - 1], dim=1)
+    torch.testing.assert_close(stored(pairs), expected, atol=1e-5, rtol=1e-5)
+    with stored.frozen():
+        torch.testing.assert_close(stored(pairs), expected, atol=1e-5, rtol=1e-5)
+    for wrong in (batches[0], pairs[:, :1], pairs.tolist()):
+        with pytest.raises(InputError, match=r"2 pictures for an image here, as \(batch, 2, channels"):
+            stored(wrong)
+    with pytest.raises(InputError, match="NaN or Inf in image 1 "):
+        stored(pairs.index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(math.nan)))
+
+
+@pytest.fixture
+def trees(tmp_path):
+    """Pictures as ImageNet-C has them, and what was made of them, with a value that tells which is which."""
+    for i, name in enumerate(("fog/5/cat/a", "fog/5/dog/b", "snow/5/cat/c", "snow/5/dog/d")):
+        for tree, suffix, size, value in (("in", "png", 16, 10 * i), ("out", "png", 24, 100 + 10 * i)):
+            file = tmp_path / tree / f"{name}.{suffix}"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (size, size), (value,) * 3).save(file)
+    return tmp_path
+
+
+def files(trees, **how):
+    plain = Preprocess(None, 16, (0.0,) * 3, (1 / 255,) * 3)
+    return Files(trees / "in/fog/5", ["cat/a.png", "dog/b.png"], [0, 1], how.pop("preprocess", plain), name="fog", **how)
+
+
+def test_a_generated_picture_stands_beside_its_own(trees):
+    for folder in ("out", "out/fog", "out/fog/5"):  # the tree may have been made of any folder above
+        pair = Beside(files(trees), trees / folder).load(np.array([1, 0]))
+        assert pair.shape == (2, 2, 3, 16, 16)
+        assert pair.flatten(2).mean(2).round().tolist() == [[10, 110], [0, 100]]
+    sample = Beside(Subset(files(trees), 1), trees / "out")
+    (shown,) = sample.load(np.array([0])).flatten(2).mean(2).round().tolist()
+    assert shown[1] == shown[0] + 100 and len(sample.labels) == 1
+
+
+def test_what_generated_pictures_show(trees):
+    framed = np.pad(np.full((16, 16, 3), 255, np.uint8), ((4, 4), (4, 4), (0, 0)))
+    Image.fromarray(framed).save(trees / "out/fog/5/cat/a.png")
+    whole = Beside(files(trees), trees / "out").load(np.array([0]))[0, 1]
+    assert whole[:, 0, 0].max() < 10 and whole[:, 8, 8].min() > 250  # stored squares were enlarged as a whole
+    cut = Preprocess(24, 16, (0.0,) * 3, (1 / 255,) * 3)
+    centre = Beside(files(trees, preprocess=cut), trees / "out").load(np.array([0]))[0, 1]
+    assert centre.min() > 250  # of photographs, the denoiser saw what is resized and then cut
+
+
+def test_generated_pictures_that_are_not_there(trees):
+    (trees / "out/fog/5/dog/b.png").unlink()
+    with pytest.raises(InputError, match=r"lacks 1 of 2 pictures \(fog/5/dog/b.png\): `acclimate dda`"):
+        Beside(files(trees), trees / "out")
+    with pytest.raises(InputError, match=r"nowhere lacks what was made of .*a\.png"):
+        Beside(files(trees), trees / "nowhere")
+    with pytest.raises(ConfigError, match="`acclimate corrupt`"):
+        Beside(files(trees, corruption=Corruption("fog", 5)), trees / "out")
+    with pytest.raises(ConfigError, match="not a folder of picture files"):
+        Beside(Corrupted(bundled.images().sample(4), mean=bundled.MEAN, std=bundled.STD), trees / "out")
+
+
+def test_the_bench_shows_dda_the_generated_pictures_and_others_the_originals(trees):
+    model, data = tiny_vit(), files(trees, preprocess=Preprocess(32, 32, (0.5,) * 3, (0.5,) * 3))
+    for ensemble in ("none", "sum"):
+        source, dda = acclimate.bench(
+            model, [data], methods=["source", ("dda", {"generated": str(trees / "out"), "ensemble": ensemble})],
+            store=trees / "runs", threads=1,
+        )  # fmt: skip
+        assert source.spec.order == dda.spec.order and "generated" in dda.spec.data[0]
+        assert "generated" not in source.spec.data[0]
+        images = Beside(data, trees / "out").load(np.array([0, 1]))
+        with torch.no_grad():
+            each = [model(images[:, i]).softmax(-1) for i in (0, 1)]
+        shown = each[1] if ensemble == "none" else (each[0] + each[1]) / 2
+        assert math.isclose(source.result.nll, -each[0].diagonal().log().mean(), rel_tol=1e-4)
+        assert math.isclose(dda.result.nll, -shown.diagonal().log().mean(), rel_tol=1e-4)
 
 
 # ---- the bundled denoiser -------------------------------------------------------------------------------------

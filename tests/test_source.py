@@ -226,7 +226,7 @@ def test_bench_gives_the_statistics_to_methods_that_need_them(tmp_path):
     assert second.spec.id != first.spec.id and not second.found and again.found
 
 
-def test_the_paper_leaves_out_what_has_no_statistics(monkeypatch):
+def test_the_paper_leaves_out_what_has_no_statistics(monkeypatch, tmp_path):
     from acclimate.bench import paper
 
     experiment = paper.find("table-normal")
@@ -235,8 +235,10 @@ def test_the_paper_leaves_out_what_has_no_statistics(monkeypatch):
     monkeypatch.setattr(paper, "bench", lambda *where, methods, **grid: asked.append(methods))
     chosen = replace(experiment, grid={**experiment.grid, "methods": ["source", "eata", "dept-g", "dda"]})
     both = [bundled.STATISTICS, bundled.PROMPTS]
-    for options in ({}, {"source": bundled.STATISTICS}, {"source": both}, {"denoiser": "file.pt"}, {"scale": "small"}):
+    folder = str(tmp_path)
+    denoisers = {"denoiser": "file.pt"}, {"denoiser": folder}
+    for options in ({}, {"source": bundled.STATISTICS}, {"source": both}, *denoisers, {"scale": "small"}):
         list(paper.run(chosen, "somewhere", **options))
     small = [("source", {}), ("eata", {}), ("dept-g", dict(find("dept-g").quick)), ("dda", dict(find("dda").quick))]
-    with_dda = ["source", ("dda", {"denoiser": "file.pt"})]
-    assert asked == [["source"], ["source", "eata"], ["source", "eata", "dept-g"], with_dda, small]
+    with_dda = [["source", ("dda", how)] for how in ({"denoiser": "file.pt"}, {"generated": folder})]
+    assert asked == [["source"], ["source", "eata"], ["source", "eata", "dept-g"], *with_dda, small]

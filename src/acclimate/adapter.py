@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from . import __version__, state
 from .engine import Engine, entropy
-from .errors import ConfigError, ModelError, NonFiniteError, StateError
+from .errors import ConfigError, InputError, ModelError, NonFiniteError, StateError
 from .guard import Guard
 from .method import Method, Step, is_registered
 from .pixels import normalisation, unknown_normalisation
@@ -218,6 +218,17 @@ class Adapter(nn.Module):
 
     def _checked(self, images: Tensor) -> Tensor:
         """The images as the model takes them; a rank's share of a batch may be empty."""
+        if (pictures := self.method.pictures) > 1:
+            if not isinstance(images, Tensor) or images.ndim != 5 or images.shape[1] != pictures:
+                got = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+                raise InputError(
+                    f"{type(self.method).__name__} takes {pictures} pictures for an image here, as (batch, {pictures}, "
+                    f"channels, height, width), got {got}: torch.stack([...], dim=1) makes that."
+                )
+            return torch.stack([self._pictures(each) for each in images.unbind(1)], dim=1)
+        return self._pictures(images)
+
+    def _pictures(self, images: Tensor) -> Tensor:
         check, alone = self.engine.vit.check, self.engine.ranks is None
         if alone or not isinstance(images, Tensor) or images.ndim != 4 or len(images):
             return check(images)

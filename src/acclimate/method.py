@@ -23,6 +23,7 @@ from .errors import ConfigError, nearest
 from .vit import ViT
 
 if TYPE_CHECKING:
+    from .data.datasets import Domain
     from .source import SourceStatistics
 
 
@@ -57,6 +58,8 @@ class Method(nn.Module):
     """Options with which the conformance suite runs, where the defaults would take it long."""
     exceptions: ClassVar[Mapping[str, str]] = {}
     """Checks of the conformance suite that this method cannot meet, each with the reason."""
+    pictures: int = 1
+    """Of which an image consists: where it is not 1, a batch is (batch, pictures, channels, height, width)."""
     needs: tuple[str, ...] = ()
     """Kinds of source statistics (see `source.py`) that this method cannot do without; some options may do without."""
 
@@ -70,6 +73,10 @@ class Method(nn.Module):
     def config(self) -> dict[str, Any]:
         """The configuration that makes an equal method: `type(method)(**method.config)`."""
         return {name: getattr(self, name) for name in self.options()}
+
+    def present(self, domain: Domain) -> Domain:
+        """What the bench shows to this method of a domain, if not just that."""
+        return domain
 
     def passes(self) -> tuple[int, int]:
         """Forward and backward passes of an image in a step, at most."""

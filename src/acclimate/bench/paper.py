@@ -147,13 +147,15 @@ def run(
         root: Where its data set is.
         scale: "full", or "small" for the bundled model and images.
         source_models: For Office-Home a folder with what `train-source` wrote: Art.safetensors, Clipart.safetensors ...
-        denoiser: DDA's diffusion model; without one, DDA is left out.
+        denoiser: DDA's diffusion model, or a folder that `acclimate dda` wrote; without one, DDA is left out.
         **options: For `acclimate.bench`: store, jobs, on, shard, device ... Methods that need `source` are left out without.
     """
     if scale not in ("full", "small"):
         raise ConfigError(f"scale={scale!r}: full or small.")
     without = [] if scale == "small" else experiment.lacking(options.get("source"), denoiser)
-    given = {"dda": ("dda", {"denoiser": denoiser})} if denoiser is not None else {}
+    given = {}
+    if denoiser is not None:
+        given["dda"] = ("dda", {"generated" if Path(denoiser).is_dir() else "denoiser": denoiser})
     methods = [given.get(m, m) if isinstance(m, str) else m for m in experiment.methods if m not in without]
     grid: dict[str, Any] = {"seeds": SEEDS, **experiment.grid, "methods": methods}
     paper = tables().get(experiment.reported or "")

@@ -74,17 +74,19 @@ def sweep(
     # a wrong option is an error now, not after the first hour
     chosen = [(find(method), options) for method, options in (methods.items() if isinstance(methods, Mapping) else methods)]
     sources = [source] if isinstance(source, SourceStatistics) else source or []
-    given = [_source(sources, create(method, options), model, described) for method, options in chosen]
+    made = [create(method, options) for method, options in chosen]
+    given = [_source(sources, method, model, described) for method in made]
     grid = [
         Job(
-            specify(stream, method, options, model=described, dataset=dataset, protocol=protocol, source=statistics),
-            stream,
+            specify(seen, method, options, model=described, dataset=dataset, protocol=protocol, source=statistics),
+            seen,
             method,
             dict(options),
             statistics,
         )
         for stream in streams
-        for (method, options), statistics in zip(chosen, given)
+        for (method, options), view, statistics in zip(chosen, made, given)
+        for seen in (stream.showing(view.present),)
     ]
     grid = _part(grid, shard)
     with ExitStack() as stack:

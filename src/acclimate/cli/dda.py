@@ -9,10 +9,10 @@ from ._words import Commands
 EPILOG = """\
 examples:
   acclimate dda imagenet-c/ generated/ --denoiser 256x256_diffusion_uncond.pt
-  acclimate bench --data imagenet-c --root generated/ --methods source --model NAME
-                                          DDA without its ensemble: the generated pictures alone
+  acclimate bench --data imagenet-c --root imagenet-c/ --methods dda:generated=generated --model NAME
+                                          DDA: each picture together with the generated one
   acclimate bench --data imagenet-c --root imagenet-c/ --methods dda:denoiser=256x256_diffusion_uncond.pt --model NAME
-                                          DDA with it: pictures are generated on the way, at every run anew
+                                          the same, where pictures are generated on the way, at every run anew
 
 An interrupted run is taken up by giving the same command again.
 """

@@ -38,7 +38,9 @@ def add(commands: Commands) -> None:
     paper.add_argument("--dry-run", action="store_true", help="print the grid of runs, and run nothing")
     paper.add_argument("--source-models", metavar="DIR", help="for Office-Home: what train-source wrote, one file a domain")
     paper.add_argument("--source-statistics", metavar="FILES", help="of the experiment's model, for methods that need them")
-    paper.add_argument("--denoiser", metavar="FILE", help="of DDA: 256x256_diffusion_uncond.pt")
+    paper.add_argument(
+        "--denoiser", metavar="FILE", help="of DDA: 256x256_diffusion_uncond.pt, or a folder that `acclimate dda` wrote"
+    )
     paper.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time; default: %(default)s")
     paper.add_argument("--on", choices=["ray"], help="run on a Ray cluster")
     paper.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")

@@ -126,18 +126,18 @@ class Subset:
         if count > len(domain.labels):
             raise InputError(f"{count} images were asked for: {title(domain)} has {len(domain.labels)}.")
         self._chosen = np.sort(np.random.RandomState(0).permutation(len(domain.labels))[:count])
-        self._domain = domain
+        self.domain = domain
         self.name, self.severity, self.labels = domain.name, domain.severity, domain.labels[self._chosen]
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        return {**self._domain.identity, "sampled": len(self.labels)}
+        return {**self.domain.identity, "sampled": len(self.labels)}
 
     def load(self, indices: Integers) -> Tensor:
-        return self._domain.load(self._chosen[indices])
+        return self.domain.load(self._chosen[indices])
 
     def __repr__(self) -> str:
-        return f"Subset({self._domain!r}, {len(self.labels)})"
+        return f"Subset({self.domain!r}, {len(self.labels)})"
 
 
 def normalised(pixels: Pixels, mean: Sequence[float], std: Sequence[float]) -> Tensor:

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from functools import cached_property
 from os import PathLike, fspath
 from typing import Any, NamedTuple
@@ -165,6 +166,12 @@ class Stream:
     def digest(self) -> str:
         """SHA-256 of the order: two streams that share it show the same images in the same order."""
         return _digest(self.order)
+
+    def showing(self, view: Callable[[Domain], Domain]) -> Stream:
+        """The same images in the same order, each domain as `view` has it, which keeps its name and its labels."""
+        other = copy(self)
+        other.domains = [view(domain) for domain in self.domains]
+        return other
 
     # ---- what it shows ----------------------------------------------------------------------------------------
 

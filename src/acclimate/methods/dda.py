@@ -10,7 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..data.datasets import Domain
 from ..diffusion.denoisers import open_denoiser
+from ..diffusion.folder import Beside
 from ..diffusion.process import Denoiser, regenerated, resized
 from ..engine import Engine, entropy
 from ..errors import ConfigError, require_between, require_whole
@@ -40,6 +42,7 @@ class DDA(Method):
                 return net  # an nn.Module as acclimate.diffusion.process.Denoiser describes it
 
     The denoiser is no part of a state file, which only names it. Its passes follow `precision` and, if given, `micro_batch`.
+    Pictures that were generated before (`acclimate dda`) cost nothing more: see `generated`.
 
     Ours is how the low-pass filter and resizing treat the borders of a picture (as torch does), that the guidance looks at
     the denoiser's picture after it was limited to -1 ... 1, and that the result is not rounded to 8 bits before it is
@@ -49,6 +52,8 @@ class DDA(Method):
         denoiser: The diffusion model: a file of weights ("256x256_diffusion_uncond.pt", which is the paper's; or
             *.safetensors), "bundled" for images like the bundled ones (tiny; it knows the first 600 of the 1000 steps), or
             "gaussian", a formula for tests. Images are resized to its size and back.
+        generated: A folder that `acclimate dda` wrote; then no denoiser is opened. The bench shows each image together with
+            what was generated of it; batches of your own have to be so, (batch, 2, channels, height, width).
         steps: Steps to which the schedule of 1000 is thinned out.
         start: Steps of noise that an image gets, of these.
         factor: By how much the low-pass filter shrinks a picture, and enlarges it again.
@@ -71,6 +76,7 @@ class DDA(Method):
         self,
         *,
         denoiser: str | None = None,
+        generated: str | None = None,
         steps: int = 100,
         start: int = 50,
         factor: int = 4,
@@ -92,6 +98,8 @@ class DDA(Method):
                 "DDA and override open_denoiser()."
             )
         self.denoiser = None if denoiser is None else os.fspath(denoiser)
+        self.generated = None if generated is None else os.fspath(generated)
+        self.pictures = 1 if generated is None else 2
         self.steps = steps
         self.start = start
         self.factor = factor
@@ -103,10 +111,15 @@ class DDA(Method):
         """The diffusion model."""
         return open_denoiser(self.denoiser)
 
+    def present(self, domain: Domain) -> Domain:
+        return domain if self.generated is None else Beside(domain, self.generated)
+
     def passes(self) -> tuple[int, int]:
         return 2, 0
 
     def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+        if self.generated is not None:
+            return []
         denoiser = self.open_denoiser()
         if denoiser.channels not in (None, vit.channels):
             raise ConfigError(f"The denoiser's pictures have {denoiser.channels} channels, the model's {vit.channels}.")
@@ -114,6 +127,8 @@ class DDA(Method):
         return []
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        if self.generated is not None:
+            return Step(self._together(images, engine))
         rng = _copy(engine.rng)
         places, total = engine.places(images)
         seeds = _drawn(total, rng)
@@ -122,6 +137,8 @@ class DDA(Method):
         return Step(logits)
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
+        if self.generated is not None:
+            return self._together(images, engine)
         return self._logits(images, _drawn(len(images), _copy(engine.rng)), engine, lambda rows: rows)
 
     def _logits(self, images: Tensor, seeds: Sequence[int], engine: Engine, gather: Callable[[Tensor], Tensor]) -> Tensor:
@@ -132,6 +149,13 @@ class DDA(Method):
             generated = _zoomed(generated, size)
         generated = engine.from_pixels(resized(generated, size).clamp(0, 1).to(images))
         return combined(self.ensemble, engine.predict(images), engine.predict(generated))
+
+    def _together(self, pairs: Tensor, engine: Engine) -> Tensor:
+        """Logits of images that come with what was generated of them."""
+        if self.reference:
+            shape = pairs.shape
+            pairs = engine.from_pixels(_zoomed(engine.to_pixels(pairs.flatten(0, 1)), shape[-2:])).view(shape)
+        return combined(self.ensemble, *map(engine.predict, pairs.unbind(1)))
 
     def generate(self, pixels: Tensor, seeds: Sequence[int], engine: Engine, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """Pictures of the source domain in the place of these, of the denoiser's size; all are from 0 to 1."""
