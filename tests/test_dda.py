@@ -345,3 +345,18 @@ def test_the_bench_knows_the_bundled_denoiser():
     quick = dict(steps=10, start=1)
     (outcome,) = acclimate.bench(methods=[("dda", quick)], corruptions=["fog"], images=4, store=None)
     assert outcome.spec.config["denoiser"] == "bundled" and outcome.result.top1 >= 0
+
+
+def test_a_run_is_another_one_with_other_weights_in_the_same_file(photos):
+    def run():
+        how = {"denoiser": str(photos / "net.safetensors"), "steps": 10, "start": 1}
+        (outcome,) = acclimate.bench(methods=[("dda", how)], corruptions=["fog"], images=2, store=photos / "runs")
+        return outcome
+
+    first = run()
+    assert not first.found and run().found
+    net = open_denoiser(photos / "net.safetensors")
+    with torch.no_grad():
+        next(net.parameters()).add_(1.0)
+    unet.write(photos / "net.safetensors", net, {})
+    assert not run().found

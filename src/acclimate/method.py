@@ -78,6 +78,10 @@ class Method(nn.Module):
         """What the bench shows to this method of a domain, if not just that."""
         return domain
 
+    def files(self) -> dict[str, str]:
+        """Digests of the files that its options name, by option: a run is another one if what is in them changes."""
+        return {}
+
     def passes(self) -> tuple[int, int]:
         """Forward and backward passes of an image in a step, at most."""
         return 1, 0

@@ -130,7 +130,9 @@ def specify(
 ) -> Spec:
     """The run of a method on a stream; `model` comes from `describe`."""
     made = create(method, options)
-    known = {"source": source.identity} if source is not None and made.needs else {}
+    known = {f"{option}, its content": digest for option, digest in made.files().items()}
+    if source is not None and made.needs:
+        known["source"] = source.identity
     return Spec(
         model=model,
         dataset=dataset,

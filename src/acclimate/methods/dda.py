@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.datasets import Domain
-from ..diffusion.denoisers import open_denoiser
+from ..diffusion.denoisers import digest_of, open_denoiser
 from ..diffusion.folder import Beside
 from ..diffusion.process import Denoiser, regenerated, resized
 from ..engine import Engine, entropy
@@ -113,6 +113,9 @@ class DDA(Method):
 
     def present(self, domain: Domain) -> Domain:
         return domain if self.generated is None else Beside(domain, self.generated)
+
+    def files(self) -> dict[str, str]:
+        return {} if self.denoiser is None or self.generated is not None else {"denoiser": digest_of(self.denoiser)}
 
     def passes(self) -> tuple[int, int]:
         return 2, 0
