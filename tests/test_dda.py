@@ -315,12 +315,13 @@ def test_generated_pictures_that_are_not_there(trees):
 def test_the_bench_shows_dda_the_generated_pictures_and_others_the_originals(trees):
     model, data = tiny_vit(), files(trees, preprocess=Preprocess(32, 32, (0.5,) * 3, (0.5,) * 3))
     for ensemble in ("none", "sum"):
-        source, dda = acclimate.bench(
+        source, dda = results = acclimate.bench(
             model, [data], methods=["source", ("dda", {"generated": str(trees / "out"), "ensemble": ensemble})],
             store=trees / "runs", threads=1,
         )  # fmt: skip
         assert source.spec.order == dda.spec.order and "generated" in dda.spec.data[0]
         assert "generated" not in source.spec.data[0]
+        assert "dda" in results.table()  # both met the same images
         images = Beside(data, trees / "out").load(np.array([0, 1]))
         with torch.no_grad():
             each = [model(images[:, i]).softmax(-1) for i in (0, 1)]

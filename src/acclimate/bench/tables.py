@@ -128,7 +128,8 @@ def differences(outcomes: Sequence[Outcome]) -> list[str]:
     for outcome in outcomes:
         spec = outcome.spec
         where = ", ".join(spec.domains)
-        seen = json.dumps([spec.order, spec.data], sort_keys=True)
+        images = [{key: value for key, value in domain.items() if key != "generated"} for domain in spec.data]
+        seen = json.dumps([spec.order, images], sort_keys=True)
         met.setdefault((where, spec.seed), {}).setdefault(seen, []).append(spec.method)
         runs[labels[spec.id], where, spec.seed] += 1
     for (where, seed), each in met.items():
