@@ -137,7 +137,7 @@ def run_epoch(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(epoch + number / len(batches), options)
         shown = [flipped(augment(Image.fromarray(train.pixels[i]))) for i in batch]
-        images = erase(normalised(np.stack(shown), bundled.MEAN, bundled.STD))
+        images = erase(normalised(np.stack([*map(np.asarray, shown)]), bundled.MEAN, bundled.STD))
         mixed, targets = mixup(images, torch.from_numpy(train.labels[batch]))
         loss = cross_entropy(model(mixed), targets)
         optimizer.zero_grad()

@@ -22,6 +22,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -63,7 +64,7 @@ def main() -> None:
     net = unet.UNet(ARCHITECTURE)
     average = torch.optim.swa_utils.AveragedModel(net, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(AVERAGE))
     optimizer = torch.optim.Adam(net.parameters())
-    parts = {"net": net, "average": average, "optimizer": optimizer}
+    parts: dict[str, Any] = {"net": net, "average": average, "optimizer": optimizer}
     recipe = str([options.updates, options.batch_size, options.seed, ARCHITECTURE, LAST, LR, WARMUP, AVERAGE])
     first = 0
     if options.checkpoint.exists():
@@ -104,7 +105,8 @@ def main() -> None:
             )
             total = 0.0
     about = {"trained_by": "tools/train_denoiser.py", "data": "Fashion-MNIST, 60000 images", "steps": f"0 to {LAST - 1}"}
-    unet.write(options.out, average.module, about)
+    net.load_state_dict(average.module.state_dict())
+    unet.write(options.out, net, about)
 
 
 def learning_rate(update: int, updates: int) -> float:

@@ -23,16 +23,20 @@ _HOME = {
 _MODULES = {"bench": "bench", "bundled": "data.bundled", "errors": "errors"}
 __all__ = [*_HOME, *_MODULES, "__version__"]  # noqa: PLE0604
 
-if TYPE_CHECKING:
-    from . import errors
-    from .adapter import Adapter
-    from .bench.api import bench
-    from .check import check_method
-    from .data import bundled
-    from .guard import Guard
-    from .method import Method, Step, list_methods, register
-    from .source import source_statistics
-    from .wrap import adapt, load
+if TYPE_CHECKING:  # "as" tells type checkers that these names are for users
+    from . import errors as errors
+    from .adapter import Adapter as Adapter
+    from .bench.api import bench as bench
+    from .check import check_method as check_method
+    from .data import bundled as bundled
+    from .guard import Guard as Guard
+    from .method import Method as Method
+    from .method import Step as Step
+    from .method import list_methods as list_methods
+    from .method import register as register
+    from .source import source_statistics as source_statistics
+    from .wrap import adapt as adapt
+    from .wrap import load as load
 
 
 def __getattr__(name: str) -> Any:
