@@ -22,7 +22,7 @@ import acclimate
 from acclimate.bench.tables import Grid, markdown
 from acclimate.data.corruptions import CORRUPTIONS
 
-IMAGES = {"normal": 320, "continual": 128, "label-shift": 128, "mixed": 128, "bs1": 32}  # of each corruption
+IMAGES = {"normal": 320, "label-shift": 128, "bs1": 32, "mixed": 128, "continual": 128}  # of each corruption
 COSTLY = {"memo": 10, "dda": 10}  # of each corruption so many, in the first setting alone
 SINGLE: dict[str, dict[str, Any]] = {"roid": {"window": 16}, "cmf": {"window": 16}}  # options for single images
 PAGE = Path(__file__).parent.parent / "docs" / "results.md"
@@ -49,11 +49,14 @@ def main() -> None:
         threads=options.threads,
         console=Console(stderr=True),
     )
+    grids: dict[str, Grid] = {}
     for setting in options.settings.split(","):
         methods = [(name, SINGLE.get(name, {}) if setting == "bs1" else {}) for name in names if name not in COSTLY]
         count = options.images or IMAGES[setting]
         results = acclimate.bench(methods=methods, settings=setting, images=count, **how)
-        replace(options.page, setting, table(results.grids()[setting], count))
+        grids |= results.grids()
+        replace(options.page, setting, table(grids[setting], count))
+    replace(options.page, "means", means(grids))
     for name in (name for name in COSTLY if name in names):
         count = min(COSTLY[name], options.images or COSTLY[name])
         results = acclimate.bench(methods=["source", name], settings="normal", images=count, **how)
@@ -65,6 +68,18 @@ def table(grid: Grid, count: int) -> str:
     lines = "\n".join(f"- {key}: {value}" for key, value in shared.items() if value)
     card = f"<details><summary>Protocol</summary>\n\n- images of each corruption: {count}\n{lines}\n\n</details>"
     return f"{markdown(grid)}\n\n{card}"
+
+
+def means(grids: dict[str, Grid]) -> str:
+    """The mean over the corruptions, by method and setting."""
+    methods = next(iter(grids.values())).methods
+    lines = ["| method | " + " | ".join(grids) + " |", "|---" * (1 + len(grids)) + "|"]
+    for method in methods:
+        cells = [
+            f"**{g.text(method, 'mean')}**" if g.best(method, "mean") else g.text(method, "mean") for g in grids.values()
+        ]
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def replace(page: Path, name: str, content: str) -> None:
