@@ -25,6 +25,7 @@ from acclimate.data.corruptions import CORRUPTIONS
 IMAGES = {"normal": 320, "label-shift": 128, "bs1": 32, "mixed": 128, "continual": 128}  # of each corruption
 COSTLY = {"memo": 10, "dda": 10}  # of each corruption so many, in the first setting alone
 SINGLE: dict[str, dict[str, Any]] = {"roid": {"window": 16}, "cmf": {"window": 16}}  # options for single images
+NEVER_SINGLE = {"foa"}  # refuse them
 PAGE = Path(__file__).parent.parent / "docs" / "results.md"
 
 
@@ -51,7 +52,8 @@ def main() -> None:
     )
     grids: dict[str, Grid] = {}
     for setting in options.settings.split(","):
-        methods = [(name, SINGLE.get(name, {}) if setting == "bs1" else {}) for name in names if name not in COSTLY]
+        left_out = {*COSTLY, *(NEVER_SINGLE if setting == "bs1" else ())}
+        methods = [(name, SINGLE.get(name, {}) if setting == "bs1" else {}) for name in names if name not in left_out]
         count = options.images or IMAGES[setting]
         results = acclimate.bench(methods=methods, settings=setting, images=count, **how)
         grids |= results.grids()
