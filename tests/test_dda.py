@@ -268,7 +268,7 @@ def test_pictures_that_were_generated_before(batches):
 def trees(tmp_path):
     """Pictures as ImageNet-C has them, and what was made of them, with a value that tells which is which."""
     for i, name in enumerate(("fog/5/cat/a", "fog/5/dog/b", "snow/5/cat/c", "snow/5/dog/d")):
-        for tree, suffix, size, value in (("in", "png", 16, 10 * i), ("out", "png", 24, 100 + 10 * i)):
+        for tree, suffix, size, value in (("in", "JPEG", 16, 10 * i), ("out", "png", 24, 100 + 10 * i)):
             file = tmp_path / tree / f"{name}.{suffix}"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (size, size), (value,) * 3).save(file)
@@ -277,7 +277,7 @@ def trees(tmp_path):
 
 def files(trees, **how):
     plain = Preprocess(None, 16, (0.0,) * 3, (1 / 255,) * 3)
-    return Files(trees / "in/fog/5", ["cat/a.png", "dog/b.png"], [0, 1], how.pop("preprocess", plain), name="fog", **how)
+    return Files(trees / "in/fog/5", ["cat/a.JPEG", "dog/b.JPEG"], [0, 1], how.pop("preprocess", plain), name="fog", **how)
 
 
 def test_a_generated_picture_stands_beside_its_own(trees):

@@ -217,7 +217,7 @@ class Adapter(nn.Module):
                 return self._adapt(self._checked(images))
 
     def _checked(self, images: Tensor) -> Tensor:
-        """The images as the model takes them; a rank's share of a batch may be empty."""
+        """The images as the model takes them."""
         if (pictures := self.method.pictures) > 1:
             if not isinstance(images, Tensor) or images.ndim != 5 or images.shape[1] != pictures:
                 got = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
@@ -229,6 +229,7 @@ class Adapter(nn.Module):
         return self._pictures(images)
 
     def _pictures(self, images: Tensor) -> Tensor:
+        """One picture for each image; a rank's share of a batch may be empty."""
         check, alone = self.engine.vit.check, self.engine.ranks is None
         if alone or not isinstance(images, Tensor) or images.ndim != 4 or len(images):
             return check(images)

@@ -169,8 +169,11 @@ class Stream:
 
     def showing(self, view: Callable[[Domain], Domain]) -> Stream:
         """The same images in the same order, each domain as `view` has it, which keeps its name and its labels."""
+        shown = [view(domain) for domain in self.domains]
+        if all(mine is other for mine, other in zip(self.domains, shown)):
+            return self  # whose order is digested once, for all who meet it
         other = copy(self)
-        other.domains = [view(domain) for domain in self.domains]
+        other.domains = shown
         return other
 
     # ---- what it shows ----------------------------------------------------------------------------------------
