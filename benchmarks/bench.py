@@ -22,15 +22,15 @@ from rich.console import Console
 from rich.table import Table
 
 import acclimate
-from acclimate.bench.run import run
-from acclimate.bench.spec import Protocol, describe, specify
-from acclimate.bench.store import Store
-from acclimate.bench.work import Job, carry_on
+from acclimate.core.registry import find
 from acclimate.data import bundled
 from acclimate.data.datasets import Corrupted
 from acclimate.data.disk import Files, Preprocess
 from acclimate.data.streams import Stream
-from acclimate.method import find
+from acclimate.evaluation.jobs import Job, carry_on
+from acclimate.evaluation.run import run
+from acclimate.evaluation.spec import Protocol, describe, specify
+from acclimate.evaluation.store import Store
 
 
 def main() -> None:

@@ -20,12 +20,12 @@ from rich.progress import track
 from rich.table import Table
 
 import acclimate
-from acclimate.bench.cost import measure
+from acclimate.core.registry import find
+from acclimate.core.statistics import fitting
 from acclimate.data import bundled
 from acclimate.data.datasets import Corrupted
 from acclimate.data.streams import Stream
-from acclimate.method import find
-from acclimate.source import fitting
+from acclimate.evaluation.cost import measure
 
 PAPER = {"tent": "5 min", "sar": "7 min", "dct": "8 min", "memo": "14 h", "dda": "5 days"}
 

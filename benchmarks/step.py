@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 import acclimate
-from acclimate.engine import entropy
+from acclimate.core.engine import entropy
 from acclimate.methods.dct import DCT, Conditioner
 
 LR, LR_GENERATOR, MOMENTUM, RHO = 1e-3, 1e-2, 0.9, 0.05

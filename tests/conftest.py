@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # on a busy machine, threads that wait would starve those that work
 
@@ -11,13 +10,12 @@ import hypothesis
 import pytest
 import torch
 
-from acclimate.check import FAMILIES, tiny_batches, tiny_vit
+from acclimate.models.families import families
+from acclimate.testing.check import tiny_batches, tiny_vit
 
 torch.set_num_threads(2)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=20, derandomize=True)
 hypothesis.settings.load_profile("ci")
-
-GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.fixture
@@ -30,9 +28,9 @@ def batches():
     return tiny_batches()
 
 
-@pytest.fixture(params=list(FAMILIES))
+@pytest.fixture(params=list(families()))
 def family(request):
-    pytest.importorskip(FAMILIES[request.param][0])
+    pytest.importorskip(families()[request.param].package)
     return request.param
 
 
@@ -43,9 +41,3 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def shared_golden() -> list[Path]:
-    """Recordings beside the project, or in the folder that ACCLIMATE_GOLDEN names; they are not part of it."""
-    folder = Path(os.environ.get("ACCLIMATE_GOLDEN", Path(__file__).parents[2] / "shared" / "golden"))
-    return sorted(folder.glob("*.safetensors"))

@@ -12,7 +12,7 @@ import torch
 
 import acclimate
 from acclimate import cli
-from acclimate.check import tiny_vit
+from acclimate.testing.check import tiny_vit
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -35,7 +35,9 @@ def test_help_does_not_import_torch():
 
 
 def test_wrapping_a_timm_model_does_not_import_transformers():
-    loaded = modules_after("import acclimate; from acclimate.check import tiny_vit; acclimate.adapt(tiny_vit(), 'dct')")
+    loaded = modules_after(
+        "import acclimate; from acclimate.testing.check import tiny_vit; acclimate.adapt(tiny_vit(), 'dct')"
+    )
     assert "transformers" not in loaded
 
 
@@ -62,7 +64,7 @@ def test_the_method_in_the_readme_conforms():
     try:
         exec(code, {})
     finally:
-        assert acclimate.method._REGISTRY.pop("mine", None) is not None
+        assert acclimate.core.method._REGISTRY.pop("mine", None) is not None
 
 
 def test_the_calls_in_the_readme_work(tmp_path, batches, monkeypatch):
@@ -85,7 +87,7 @@ def test_methods_command(capsys):
 
 @pytest.mark.parametrize("name", acclimate.list_methods())
 def test_every_option_is_documented(name):
-    cls = acclimate.method.find(name)
+    cls = acclimate.core.method.find(name)
     for option in cls.options():
         assert re.search(rf"^ +{option}: ", cls.__doc__, re.M), f"{name}: {option}"
 
@@ -118,7 +120,7 @@ def test_check_command_on_a_file(tmp_path, capsys):
         assert cli.main(["check", str(file)]) == 0
         assert "mine-from-a-file  timm: batch_of_one: passed" in capsys.readouterr().out
     finally:
-        acclimate.method._REGISTRY.pop("mine-from-a-file", None)
+        acclimate.core.method._REGISTRY.pop("mine-from-a-file", None)
     file.write_text("import acclimate\n")
     assert cli.main(["check", str(file)]) == 2
     assert "registers no method" in capsys.readouterr().err

@@ -15,8 +15,8 @@ from rich.console import Console
 
 from acclimate.data import bundled
 from acclimate.data.datasets import Corrupted
-from acclimate.methods._dept import Sizes
-from acclimate.prompts import PromptRecipe, train_prompts
+from acclimate.methods.dept.network import Sizes
+from acclimate.methods.dept.training import PromptRecipe, train_prompts
 
 SIZES = Sizes(prompts=8, hidden=128, bottleneck=64, outputs=128)
 

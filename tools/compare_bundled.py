@@ -19,8 +19,8 @@ from typing import Any
 from rich.console import Console
 
 import acclimate
-from acclimate.bench.tables import Grid, markdown
 from acclimate.data.corruptions import CORRUPTIONS
+from acclimate.evaluation.tables import Grid, markdown
 
 IMAGES = {"normal": 320, "label-shift": 128, "bs1": 32, "mixed": 128, "continual": 128}  # of each corruption
 COSTLY = {"memo": 10, "dda": 10}  # of each corruption so many, in the first setting alone

@@ -29,8 +29,8 @@ from rich.console import Console
 
 from acclimate.data import bundled
 from acclimate.data.datasets import normalised
-from acclimate.diffusion import unet
-from acclimate.diffusion.process import Schedule
+from acclimate.methods.dda import unet
+from acclimate.methods.dda.process import Schedule
 
 ARCHITECTURE = unet.Architecture(
     size=bundled.SIZE,

@@ -24,12 +24,12 @@ from rich.progress import track
 from safetensors.torch import load_file
 from timm.data import resolve_model_data_config
 
-from acclimate.bench.store import Store
-from acclimate.bench.sweep import sweep
-from acclimate.bench.tables import Grid, markdown, terminal
 from acclimate.data.corruptions import CORRUPTIONS
 from acclimate.data.datasets import Corrupted, Images
 from acclimate.data.streams import Stream
+from acclimate.evaluation.grid import sweep
+from acclimate.evaluation.store import Store
+from acclimate.evaluation.tables import Grid, markdown, terminal
 
 WEIGHTS = "vit_tiny_patch16_224.in1k.safetensors"
 SIZE = 224

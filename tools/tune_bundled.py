@@ -23,11 +23,11 @@ import torch
 from rich.console import Console
 from scipy.stats import qmc
 
-from acclimate.bench.store import Store
-from acclimate.bench.sweep import sweep
 from acclimate.data import bundled
 from acclimate.data.datasets import Corrupted
 from acclimate.data.streams import Stream
+from acclimate.evaluation.grid import sweep
+from acclimate.evaluation.store import Store
 
 ENTROPY = math.log(len(bundled.CLASSES))  # of a uniform prediction
 SPACE: dict[str, Callable[[float], Any]] = {

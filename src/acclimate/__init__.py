@@ -9,34 +9,35 @@ __version__ = "0.1.0"
 
 # Torch is heavy: each name is imported when it is first used, so that the command line answers at once.
 _HOME = {
-    "Adapter": "adapter",
-    "Guard": "guard",
-    "Method": "method",
-    "Step": "method",
-    "adapt": "wrap",
-    "check_method": "check",
-    "load": "wrap",
-    "list_methods": "method",
-    "register": "method",
-    "source_statistics": "source",
+    "Adapter": "core.adapter",
+    "Guard": "core.guard",
+    "Method": "core.method",
+    "Step": "core.method",
+    "adapt": "core.adapt",
+    "bench": "evaluation.bench",
+    "check_method": "testing.check",
+    "load": "core.adapt",
+    "list_methods": "core.registry",
+    "register": "core.registry",
+    "source_statistics": "core.statistics",
 }
-_MODULES = {"bench": "bench", "bundled": "data.bundled", "errors": "errors"}
+_MODULES = {"bundled": "data.bundled", "errors": "errors"}
 __all__ = [*_HOME, *_MODULES, "__version__"]  # noqa: PLE0604
 
 if TYPE_CHECKING:  # "as" tells type checkers that these names are for users
     from . import errors as errors
-    from .adapter import Adapter as Adapter
-    from .bench.api import bench as bench
-    from .check import check_method as check_method
+    from .core.adapt import adapt as adapt
+    from .core.adapt import load as load
+    from .core.adapter import Adapter as Adapter
+    from .core.guard import Guard as Guard
+    from .core.method import Method as Method
+    from .core.method import Step as Step
+    from .core.registry import list_methods as list_methods
+    from .core.registry import register as register
+    from .core.statistics import source_statistics as source_statistics
     from .data import bundled as bundled
-    from .guard import Guard as Guard
-    from .method import Method as Method
-    from .method import Step as Step
-    from .method import list_methods as list_methods
-    from .method import register as register
-    from .source import source_statistics as source_statistics
-    from .wrap import adapt as adapt
-    from .wrap import load as load
+    from .evaluation.bench import bench as bench
+    from .testing.check import check_method as check_method
 
 
 def __getattr__(name: str) -> Any:

@@ -17,9 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..adapter import Adapter
+from ..core.adapter import Adapter
 from ..errors import ConfigError, ModelError, require_between
-from ..vit import OpenAttention, ViT, view
+from ..models.families import view
+from ..models.surgery import OpenAttention
+from ..models.view import ViT
 
 AT_ONCE = 2**25  # queries, in numbers, that are held at once; with the keys, a quarter of a gigabyte
 ADDED = ("dropped", "class")

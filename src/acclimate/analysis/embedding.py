@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
 
-from ..adapter import Adapter
+from ..core.adapter import Adapter
 from ..data.corruptions import Integers
 from ..errors import ConfigError, InputError
 from ..methods.dct import DCT
-from ..vit import tap
+from ..models.surgery import tap
 from .attention import passing, vit_of
 
 Array = npt.NDArray[np.float32]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._files import write_whole
+from ..core.files import write_whole
 from ..errors import ConfigError, StateError
 
 if TYPE_CHECKING:

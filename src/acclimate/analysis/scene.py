@@ -16,17 +16,17 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from .. import __version__
-from ..adapter import Adapter
+from ..core.adapt import adapt
+from ..core.adapter import Adapter
+from ..core.registry import create
+from ..core.statistics import SourceStatistics, fitting
 from ..data import bundled
 from ..data.datasets import Corrupted, Images
 from ..data.disk import Preprocess, input_of, read_rgb
 from ..data.folder import find_pictures
 from ..data.streams import Stream
 from ..errors import InputError, require_whole
-from ..method import create
-from ..models import BUNDLED, load_model, pick_device
-from ..source import SourceStatistics, fitting
-from ..wrap import adapt
+from ..models.loading import BUNDLED, load_model, pick_device
 
 BATCH = 64
 

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import track
 
-from ..bench.api import bench
-from ..bench.cost import Cost, measure
-from ..bench.reported import reported
-from ..bench.spec import Protocol
-from ..bench.store import Outcome
+from ..core.method import Method
+from ..core.registry import create, find, list_methods
 from ..errors import AcclimateError, ConfigError
-from ..method import Method, create, find, list_methods
+from ..evaluation.bench import bench
+from ..evaluation.cost import Cost, measure
+from ..evaluation.spec import Protocol
+from ..evaluation.store import Outcome
 from ..methods._leading import leading_blocks
-from ..vit import view
+from ..models.families import view
+from ..papers.dct.reported import reported
 from .figures import HUES, INK, Figure, drawing, new, spoken
 from .scene import BATCH, Scene
 

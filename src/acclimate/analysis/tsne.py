@@ -14,7 +14,7 @@ from rich.progress import track
 from ..data.corruptions import Integers
 from ..data.datasets import Subset
 from ..errors import ConfigError, InputError
-from ..vit import view
+from ..models.families import view
 from .embedding import (
     FOLDS,
     Array,

@@ -10,7 +10,7 @@ from ._words import Commands, listed, method_list, numbers, words
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..bench.results import Results
+    from ..evaluation.results import Results
 
 EPILOG = """\
 examples:
@@ -112,11 +112,11 @@ def add(commands: Commands) -> None:
 def _bench(given: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from ..bench.api import bench
-    from ..bench.spec import Protocol
     from ..data import bundled
     from ..data.corruptions import CORRUPTIONS
     from ..errors import ConfigError
+    from ..evaluation.bench import bench
+    from ..evaluation.spec import Protocol
 
     if given.full and (given.corruptions is not None or given.data != "bundled"):
         raise ConfigError("--full is all corruptions of the bundled images: leave out --corruptions and --data.")
@@ -167,7 +167,7 @@ def _bench(given: argparse.Namespace) -> None:
 
 def show(results: Results, console: Console, *, mix: bool = False) -> None:
     """A table for each setting, with what there is to say about it."""
-    from ..bench.tables import fingerprint, terminal
+    from ..evaluation.tables import fingerprint, terminal
 
     for setting, grid in results.grids(mix=mix).items():
         samples = {outcome.result.samples for outcome in grid.outcomes}

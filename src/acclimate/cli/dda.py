@@ -46,8 +46,8 @@ def add(commands: Commands) -> None:
 def _generate(given: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from ..diffusion.folder import generate_folder
-    from ..models import pick_device
+    from ..methods.dda.folder import generate_folder
+    from ..models.loading import pick_device
 
     report = generate_folder(
         given.source,

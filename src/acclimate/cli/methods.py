@@ -23,8 +23,8 @@ def _list() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..method import create, find, list_methods
-    from ..source import PROMPTS
+    from ..core.registry import create, find, list_methods
+    from ..core.statistics import PROMPTS
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method", no_wrap=True)
@@ -54,7 +54,7 @@ def _list() -> None:
 def _explain(name: str) -> None:
     import inspect
 
-    from ..method import find
+    from ..core.registry import find
 
     cls = find(name)
     print(f"{name} ({cls.paper}); adapts {cls.adapts}\n\n{inspect.cleandoc(cls.__doc__ or '')}\n")
@@ -65,7 +65,7 @@ def _explain(name: str) -> None:
 def _inspect(path: str) -> None:
     import json
 
-    from ..state import read
+    from ..core.state import read
 
     tensors, header = read(path)
     print(json.dumps(header, indent=2))
@@ -74,9 +74,9 @@ def _inspect(path: str) -> None:
 
 
 def _check(method: str) -> None:
-    from ..check import check_method
+    from ..core.registry import list_methods
     from ..errors import ConfigError
-    from ..method import list_methods
+    from ..testing.check import check_method
 
     names = [method]
     if method.endswith(".py"):

@@ -10,7 +10,7 @@ from ._words import Commands, words
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..bench.paper import Experiment
+    from ..papers.dct.experiments import Experiment
 
 EPILOG = """\
 examples:
@@ -52,8 +52,8 @@ def add(commands: Commands) -> None:
 def _paper(given: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from ..bench import paper
-    from ..bench.tables import beside
+    from ..evaluation.tables import beside
+    from ..papers.dct import experiments as paper
     from .bench import show
 
     console = Console()
@@ -87,7 +87,7 @@ def _paper(given: argparse.Namespace) -> None:
 def _list(console: Console) -> None:
     from rich.table import Table
 
-    from ..bench.paper import PICTURES, experiments
+    from ..papers.dct.experiments import PICTURES, experiments
 
     table = Table(title="The DCT paper's experiments", header_style="bold", title_justify="left")
     table.add_column("name", no_wrap=True)

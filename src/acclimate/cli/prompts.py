@@ -72,10 +72,10 @@ def _train(given: argparse.Namespace) -> None:
 
     from ..data.catalog import open_data
     from ..errors import ConfigError
-    from ..methods._dept import Sizes
-    from ..models import load_model
-    from ..prompts import PromptRecipe, train_prompts
-    from ..train import say
+    from ..methods.dept.network import Sizes
+    from ..methods.dept.training import PromptRecipe, train_prompts
+    from ..models.loading import load_model
+    from ..training.source_model import say
 
     def chosen(names: tuple[str, ...]) -> dict[str, int]:
         return {name: value for name in names if (value := getattr(given, name)) is not None}

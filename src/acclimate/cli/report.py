@@ -41,13 +41,13 @@ def add(commands: Commands) -> None:
 def _report(given: argparse.Namespace) -> None:
     from pathlib import Path
 
-    from .._files import write_whole
     from ..analysis.figures import Kept
-    from ..bench.page import page
-    from ..bench.reported import reported
-    from ..bench.results import Results
-    from ..bench.store import Store
+    from ..core.files import write_whole
     from ..errors import ConfigError
+    from ..evaluation.results import Results
+    from ..evaluation.store import Store
+    from ..papers.dct.reported import reported
+    from ..report.page import page
     from .table import ordered
 
     figures = Path(given.figures or "figures")

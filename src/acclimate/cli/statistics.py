@@ -56,9 +56,9 @@ def add(commands: Commands) -> None:
 
 
 def _compute(given: argparse.Namespace) -> None:
+    from ..core.statistics import source_statistics
     from ..errors import require_whole
-    from ..models import load_model, pick_device
-    from ..source import source_statistics
+    from ..models.loading import load_model, pick_device
 
     require_whole(1, samples=given.samples, batch_size=given.batch_size)
     kinds = listed("kinds", given.kinds)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ._words import Commands, listed, numbers
 
 if TYPE_CHECKING:
-    from ..bench.store import Outcome
+    from ..evaluation.store import Outcome
 
 FORMATS = ("terminal", "markdown", "csv", "latex", "json", "html")
 
@@ -56,12 +56,12 @@ def _table(given: argparse.Namespace) -> None:
 
     from rich.console import Console
 
-    from .._files import write_whole
-    from ..bench import tables
-    from ..bench.reported import reported
-    from ..bench.results import Results
-    from ..bench.store import Store
+    from ..core.files import write_whole
     from ..errors import ConfigError
+    from ..evaluation import tables
+    from ..evaluation.results import Results
+    from ..evaluation.store import Store
+    from ..papers.dct.reported import reported
 
     outcomes = [outcome for folder in given.runs for outcome in Store(folder).outcomes()]
     methods = given.methods and listed("methods", given.methods)
@@ -109,7 +109,7 @@ def _table(given: argparse.Namespace) -> None:
 
 def ordered(outcomes: Iterable[Outcome], methods: Sequence[str] | None = None) -> list[Outcome]:
     """As a table shows them: methods as they are listed, corruptions as in the papers, seeds."""
-    from ..method import list_methods
+    from ..core.registry import list_methods
 
     order = methods or list_methods()
     return sorted(outcomes, key=lambda o: (order.index(o.spec.method), *map(_place, o.spec.domains), o.spec.seed))

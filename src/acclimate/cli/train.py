@@ -73,8 +73,8 @@ def _train(given: argparse.Namespace) -> None:
     from ..data.catalog import open_data
     from ..data.disk import Preprocess
     from ..errors import ConfigError
-    from ..models import create_timm
-    from ..train import Recipe, say, train_source
+    from ..models.loading import create_timm
+    from ..training.source_model import Recipe, say, train_source
 
     if given.data == "office-home" and given.domain is None:
         raise ConfigError("office-home has four domains: name one with --domain.")

@@ -3,8 +3,8 @@
     noisy = corrupt(images, "gaussian_noise", severity=5)  # uint8 (N, height, width, 3) in and out
 
 The formulas are those of the package `imagecorruptions` 1.1.2, which brought the ones of Hendrycks and Dietterich (2019)
-to images of any size; `python -m acclimate.replay` checks them against its pictures. Where it departs from the program
-that made ImageNet-C, so do we: motion_blur and snow have a motion blur of their own instead of ImageMagick's, and
+to images of any size; the replay of recordings checks them against its images. Where it departs from the program that
+made ImageNet-C, so do we: motion_blur and snow have a motion blur of their own instead of ImageMagick's, and
 elastic_transform has other constants and no affine part. As in both, glass_blur copies the colour of a neighbour instead
 of exchanging the two, and frost draws from five of its six photographs. Unlike both, the frost is of our own making
 unless a folder with those is given.

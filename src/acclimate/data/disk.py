@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..errors import ConfigError, InputError, UnreadableError, require_whole
-from ..vit import view
+from ..models.families import view
 from .corruptions import Corruption, Integers, Pixels
 from .datasets import normalised, title
 from .folder import AnyPath

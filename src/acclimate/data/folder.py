@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .. import __version__
-from .._files import write_whole
+from ..core.files import write_whole
 from ..errors import ConfigError, InputError, StateError, UnreadableError, require_between, some
 from ._frost import photographs
 from .corruptions import Pixels, constants_for, corrupt, require_valid

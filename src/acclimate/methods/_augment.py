@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
-from ..engine import Engine
+from ..core.engine import Engine
 
 NOISE = 0.005  # standard deviation
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..vit import ViT
+from ..models.view import ViT
 
 
 class Bank(nn.Module):

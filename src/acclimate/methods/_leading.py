@@ -9,11 +9,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from ..core.method import Method, scaled_lr
 from ..errors import ConfigError, require_between
-from ..method import Method, scaled_lr
-from ..vit import ViT, parameters_of
+from ..models.view import ViT, parameters_of
 
-# What matching "blocks.9", "blocks.10", "blocks.11", "blocks.21" ... in a parameter's name leaves out: the last three
 # blocks of a 12-block model, and of a 24-block model blocks 9 to 11 as well.
 REFERENCE_SKIP = {9, 10, 11, 21, 22, 23}
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..engine import Engine, entropy
+from ..core.engine import Engine, entropy
 from ..errors import ConfigError
 
 LOSSES = ("entropy", "come")

@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..engine import Engine
-from ..vit import ViT
+from ..core.engine import Engine
+from ..models.view import ViT
 
 
 def nothing_yet(vit: ViT) -> Tensor:

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from ..vit import ViT
+from ..models.view import ViT
 
 
 def new_prompts(vit: ViT, count: int, rng: torch.Generator) -> nn.Parameter:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine
+from ..core.engine import Engine
+from ..core.method import Method
 from ..errors import require_between
-from ..method import Method
-from ..vit import ViT, parameters_of
+from ..models.view import ViT, parameters_of
 
 
 class Siamese(Method):

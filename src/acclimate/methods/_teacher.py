@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine
+from ..core.engine import Engine
 from ..errors import ConfigError
-from ..vit import ViT, require
+from ..models.view import ViT, require
 
 
 class Teacher(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..vit import ViT, require
+from ..models.view import ViT, require
 
 
 class Window(nn.Module):

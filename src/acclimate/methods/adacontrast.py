@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine import Engine, of_all
+from ..core.engine import Engine, of_all
+from ..core.method import Method, Step
+from ..core.registry import register
 from ..errors import require_between, require_whole
-from ..method import Method, Step, register
-from ..vit import ViT
+from ..models.view import ViT
 from ._augment import mirrored, moco_view, views_of_each
 from ._bank import Bank, ring
 from ._predictions import log_mean_prediction, uniformity

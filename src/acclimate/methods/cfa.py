@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine import Engine, global_norm, of_all, require_finite
+from ..core.engine import Engine, global_norm, of_all, require_finite
+from ..core.method import Step
+from ..core.registry import register
+from ..core.statistics import SourceStatistics, constants, squashed
 from ..errors import require_between, require_whole
-from ..method import Step, register
-from ..source import SourceStatistics, constants, squashed
-from ..vit import ViT
+from ..models.view import ViT
 from .tent import Tent
 
 RANGE = 2.0  # of a squashed feature, which lies between -1 and 1; the k-th moments are compared in units of its k-th power

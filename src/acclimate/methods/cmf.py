@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine
+from ..core.engine import Engine
+from ..core.registry import register
 from ..errors import require_between
-from ..method import register
-from ..vit import ViT
+from ..models.view import ViT
 from ._teacher import Teacher, blend
 from .roid import ROID
 

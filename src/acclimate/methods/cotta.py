@@ -8,10 +8,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine, of_all
+from ..core.engine import Engine, of_all
+from ..core.method import Method, Step
+from ..core.registry import register
 from ..errors import require_between, require_whole
-from ..method import Method, Step, register
-from ..vit import ViT
+from ..models.view import ViT
 from ._augment import noisy_view
 from ._teacher import Teacher, require_nesterov, symmetric_cross_entropy, weights_and_biases
 

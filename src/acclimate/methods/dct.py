@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.registry import register
 from ..errors import ConfigError, require_between
-from ..method import register
-from ..vit import ViT
+from ..models.view import ViT
 from ._leading import leading_blocks
 from .sar import SAR
 

@@ -8,10 +8,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine, entropy, of_all
+from ..core.engine import Engine, entropy, of_all
+from ..core.method import Step
+from ..core.registry import register
 from ..errors import require_between
-from ..method import Step, register
-from ..vit import ViT
+from ..models.view import ViT
 from ._predictions import nothing_yet, or_uniform
 from .tent import Tent
 

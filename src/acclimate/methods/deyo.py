@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine import Engine, entropy
+from ..core.engine import Engine, entropy
+from ..core.method import Step
+from ..core.registry import register
 from ..errors import require_between, require_whole
-from ..method import Step, register
 from ._leading import LeadingNorms
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from ..engine import Engine
+from ..core.engine import Engine
+from ..core.registry import register
+from ..core.statistics import SourceStatistics, constants, norm_names
 from ..errors import require_between
-from ..method import register
-from ..source import SourceStatistics, constants, norm_names
-from ..vit import ViT
+from ..models.view import ViT
 from .eta import ETA
 
 

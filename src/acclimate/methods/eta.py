@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine import Engine, Sweep
+from ..core.engine import Engine, Sweep
+from ..core.method import Step
+from ..core.registry import register
 from ..errors import require_between
-from ..method import Step, register
-from ..vit import ViT
+from ..models.view import ViT
 from ._losses import reliable_margin, uncertainty
 from ._predictions import nothing_yet
 from .tent import Tent

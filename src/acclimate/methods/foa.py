@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine, entropy, require_finite
+from ..core.engine import Engine, entropy, require_finite
+from ..core.method import Method, Step
+from ..core.registry import register
+from ..core.statistics import constants, mean_and_std
 from ..errors import InputError, require_between, require_whole
-from ..method import Method, Step, register
-from ..source import constants, mean_and_std
-from ..vit import ViT
+from ..models.view import ViT
 from ._cma import CMA
 from ._prompts import new_prompts
 
 if TYPE_CHECKING:
-    from ..source import SourceStatistics
+    from ..core.statistics import SourceStatistics
 
 
 @register("foa")

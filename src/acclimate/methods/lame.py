@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine import Engine, require_finite
+from ..core.engine import Engine, require_finite
+from ..core.method import Method, Step
+from ..core.registry import register
 from ..errors import ConfigError, require_between, require_whole
-from ..method import Method, Step, register
 
 AFFINITIES = ("rbf", "knn")
 

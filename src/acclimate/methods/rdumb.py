@@ -7,9 +7,10 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from ..engine import Engine
+from ..core.engine import Engine
+from ..core.method import Step
+from ..core.registry import register
 from ..errors import require_whole
-from ..method import Step, register
 from .eta import ETA
 
 

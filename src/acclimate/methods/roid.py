@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine import Engine, entropy, of_all
+from ..core.engine import Engine, entropy, of_all
+from ..core.method import Method, Step
+from ..core.registry import register
 from ..errors import InputError, NonFiniteError, require_between, require_whole
-from ..method import Method, Step, register
-from ..vit import ViT, parameters_of
+from ..models.view import ViT, parameters_of
 from ._augment import jitter_and_move
 from ._predictions import nothing_yet, or_uniform
 from ._teacher import blend, require_nesterov, symmetric_cross_entropy

@@ -9,10 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine, entropy, of_all
+from ..core.engine import Engine, entropy, of_all
+from ..core.method import Method, Step
+from ..core.registry import register
 from ..errors import ConfigError, require_between, require_whole
-from ..method import Method, Step, register
-from ..vit import ViT, parameters_of, require
+from ..models.view import ViT, parameters_of, require
 from ._augment import noisy_view
 from ._teacher import Teacher
 

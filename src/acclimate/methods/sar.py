@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..engine import Engine
+from ..core.engine import Engine
+from ..core.method import Step
+from ..core.registry import register
 from ..errors import require_between
-from ..method import Step, register
 from ._leading import LeadingNorms
 from ._losses import reliable_margin, require_loss, uncertainty
 

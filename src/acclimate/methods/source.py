@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..engine import Engine
-from ..method import Method, Step, register
+from ..core.engine import Engine
+from ..core.method import Method, Step
+from ..core.registry import register
 
 
 @register("source")

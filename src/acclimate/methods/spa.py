@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine import Engine, require_finite
+from ..core.engine import Engine, require_finite
+from ..core.method import Step
+from ..core.registry import register
 from ..errors import require_between
-from ..method import Step, register
-from ..vit import ViT
+from ..models.view import ViT
 from ._siamese import Siamese, divergence
 
 

@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..engine import Engine, entropy, require_finite
+from ..core.engine import Engine, entropy, require_finite
+from ..core.method import Method, Step
+from ..core.registry import register
 from ..errors import require_whole
-from ..method import Method, Step, register
-from ..vit import ViT
+from ..models.view import ViT
 
 
 @register("t3a")

@@ -9,10 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..engine import Engine, of_all
+from ..core.engine import Engine, of_all
+from ..core.method import Method, Step, scaled_lr
+from ..core.registry import register
 from ..errors import require_between
-from ..method import Method, Step, register, scaled_lr
-from ..vit import ViT, parameters_of
+from ..models.view import ViT, parameters_of
 from ._losses import require_loss, uncertainty
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from ..core.registry import register
 from ..errors import require_whole
-from ..method import register
-from ..vit import ViT
+from ..models.view import ViT
 from ._prompts import new_prompts
 from .sar import SAR
 

@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-from ..engine import Engine, entropy, of_all
+from ..core.engine import Engine, entropy, of_all
+from ..core.method import Step, scaled_lr
+from ..core.registry import register
 from ..errors import require_between
-from ..method import Step, register, scaled_lr
 from ._siamese import Siamese, divergence
 
 

@@ -23,7 +23,7 @@ from ..corruptions import Pixels
 from ..datasets import Images
 
 if TYPE_CHECKING:
-    from ...source import SourceStatistics
+    from ...core.statistics import SourceStatistics
 
 HERE = Path(__file__).parent
 WEIGHTS = HERE / "vit.safetensors"
@@ -88,7 +88,7 @@ def tuned(batch_size: int = 64) -> dict[str, dict[str, Any]]:
 
     They were chosen for batches of 64. A learning rate that the method would scale with the batch is scaled so here, too.
     """
-    from ...method import find
+    from ...core.registry import find
 
     chosen: dict[str, dict[str, Any]] = json.loads(TUNED.read_text())["chosen"]
     for method, options in chosen.items():
@@ -105,14 +105,14 @@ def options(batch_size: int = 64) -> dict[str, dict[str, Any]]:
 
 def statistics() -> SourceStatistics:
     """Statistics of 2000 training images under this model (`tools/bundled_statistics.py`), for methods that need some."""
-    from ...source import SourceStatistics
+    from ...core.statistics import SourceStatistics
 
     return SourceStatistics.load(STATISTICS)
 
 
 def prompts() -> SourceStatistics:
     """What DePT-G begins with, trained for this model on some training images (`tools/bundled_prompts.py`)."""
-    from ...source import SourceStatistics
+    from ...core.statistics import SourceStatistics
 
     return SourceStatistics.load(PROMPTS)
 

@@ -1,0 +1,204 @@
+"""Several processes adapt to one stream: each passes its share of every batch, and all make the same update.
+
+Every exchange begins with a meeting, in which each rank says where it is and brings a few numbers. The form is always the
+same, so a rank that fails brings its error to the next meeting of the others, whatever that is for, and all raise it
+together instead of waiting for one another; ranks that went different ways find out in the same manner. What a meeting
+cannot see is a rank that died or never calls: the group's own timeout ends that wait.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import errors
+from ..errors import AcclimateError, ConfigError, InputError, NonFiniteError, StateError
+
+PLACES = ("the start of a batch", "a gradient", "a gather", "the end of a load", "a failure")
+BATCH, SWEEP, GATHER, LOADED, FAILURE = range(len(PLACES))
+NUMBERS = 3  # that each rank brings to a meeting
+ON_CPU = ("gloo", "mpi")  # backends that take every tensor there; others exchange it where the model is
+
+
+class Ranks:
+    """The ranks of a process group, which hold equal models and share the batches of one stream.
+
+    Args:
+        group: A `torch.distributed` process group.
+        model: Of this rank; its device is where tensors are exchanged, if the group's backend can.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, model: nn.Module) -> None:
+        if not isinstance(group, dist.ProcessGroup):
+            raise ConfigError(
+                f"group={group!r}: give a torch.distributed process group that this rank belongs to, such as "
+                "torch.distributed.group.WORLD after init_process_group()."
+            )
+        self.group = group
+        self.model = model
+        self.rank = dist.get_rank(group)
+        self.count = dist.get_world_size(group)
+        self._backends = dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
+        if self.device.type not in self._backends:
+            raise ConfigError(
+                f"group: its backend serves {', '.join(self._backends)}, but the model is on {self.device}: "
+                "move the model before it is wrapped."
+            )
+
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are exchanged."""
+        here = next(self.model.parameters()).device
+        return torch.device("cpu") if self._backends.get(here.type, "gloo") in ON_CPU else here
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        """Of the same group: a copy of an adapter adapts with the copies on the other ranks."""
+        return Ranks(self.group, copy.deepcopy(self.model, memo))
+
+    def __reduce__(self) -> NoReturn:
+        raise StateError("An adapter with a process group cannot be pickled: use save(), and acclimate.load() there.")
+
+    def __repr__(self) -> str:
+        return f"rank {self.rank} of {self.count}"
+
+    # ---- exchanges --------------------------------------------------------------------------------------------
+
+    def meet(self, place: int, *numbers: float, error: Exception | None = None) -> list[list[float]]:
+        """The numbers of every rank, in the order of ranks.
+
+        Raises:
+            AcclimateError: the same on every rank, if one brings an error or they are not all at the same place.
+        """
+        report = b"" if error is None else _report(error)
+        mine = torch.zeros(2 + NUMBERS, dtype=torch.float64)
+        mine[: 2 + len(numbers)] = torch.tensor([place, len(report), *numbers], dtype=torch.float64)
+        table = torch.stack(self._exchange(_bytes(mine))).cpu().view(torch.float64).tolist()
+        lengths = [int(row[1]) for row in table]
+        if any(lengths):
+            said = self._exchange(torch.tensor(list(report), dtype=torch.uint8), lengths)
+            _raise_together(error, [bytes(text.tolist()).decode() for text in said])
+        places = [PLACES[int(row[0])] for row in table]
+        if len(set(places)) > 1:
+            where = ", ".join(f"rank {rank} at {name}" for rank, name in enumerate(places))
+            raise _agreed(StateError(f"The ranks went different ways ({where}): make the same calls on all of them."))
+        return [row[2 : 2 + len(numbers)] for row in table]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What fails inside on one rank fails on all; a meeting must follow in which the others can be told."""
+        try:
+            yield
+        except Exception as error:
+            if not getattr(error, "agreed", False):
+                self.meet(FAILURE, error=error)
+            raise
+
+    def start(self, samples: int, steps: int, drift: float) -> int:
+        """Begin a batch, of which this rank has so many samples; returns how many all ranks have."""
+        table = self.meet(BATCH, samples, steps, math.inf if math.isnan(drift) else drift)
+        for rank, (_, theirs, far) in enumerate(table):
+            # drift may be rounded differently on another kind of device
+            if theirs != table[0][1] or not math.isclose(far, table[0][2], rel_tol=1e-4, abs_tol=1e-6):
+                raise _agreed(
+                    StateError(
+                        f"The ranks have not adapted alike: rank 0 is at step {table[0][1]:.0f} with a drift of "
+                        f"{table[0][2]:.6g}, rank {rank} at step {theirs:.0f} with {far:.6g}. Call reset(), rollback() "
+                        "and load() on all of them."
+                    )
+                )
+        total = int(sum(row[0] for row in table))
+        if not total:
+            raise _agreed(InputError("The batch is empty on every rank. Pass at least one image."))
+        return total
+
+    def mean(self, values: Tensor) -> tuple[int, float]:
+        """How many values all ranks have, and their mean, NaN if there are none."""
+        table = self.meet(SWEEP, len(values), float(values.double().sum()))
+        count, total = (sum(column) for column in zip(*table))
+        return int(count), total / count if count else math.nan
+
+    def finish_load(self) -> None:
+        """Wait until every rank has read its state file."""
+        self.meet(LOADED)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The rows of all ranks, in the order of ranks; each may bring another number of rows, or none."""
+        row = math.prod(tensor.shape[1:]) * tensor.element_size()
+        table = self.meet(GATHER, len(tensor), row)
+        if len({size for _, size in table}) > 1:
+            sizes = ", ".join(f"{size:.0f}" for _, size in table)
+            raise _agreed(StateError(f"The ranks gather rows of different sizes: {sizes} bytes."))
+        parts = self._exchange(_bytes(tensor), [int(rows) * row for rows, _ in table])
+        rows = int(sum(rows for rows, _ in table))
+        return torch.cat(parts).to(tensor.device).view(tensor.dtype).view(rows, *tensor.shape[1:])
+
+    def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Each tensor summed over the ranks, bit for bit the same on all. Only after a meeting."""
+        flat = torch.cat([tensor.flatten() for tensor in tensors]).to(self.device)
+        with _connected():
+            dist.all_reduce(flat, group=self.group)
+        pieces = flat.to(tensors[0].device).split([tensor.numel() for tensor in tensors])
+        return [piece.view_as(tensor).to(tensor.dtype) for piece, tensor in zip(pieces, tensors)]
+
+    def differing(self, digests: Mapping[str, str]) -> dict[str, list[int]]:
+        """The ranks whose hexadecimal digest is not that of rank 0, by what was digested."""
+        mine = torch.tensor([list(bytes.fromhex(digest)) for digest in digests.values()], dtype=torch.uint8)
+        table = self.gather(mine[None])
+        same = (table == table[0]).all(-1)
+        found = {what: (~same[:, i]).nonzero().flatten().tolist() for i, what in enumerate(digests)}
+        return {what: ranks for what, ranks in found.items() if ranks}
+
+    def _exchange(self, mine: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
+        """The bytes of every rank; `sizes` says how many each has, by default as many as this one."""
+        sizes = sizes or [len(mine)] * self.count
+        padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
+        padded[: len(mine)] = mine
+        theirs = [torch.empty_like(padded) for _ in sizes]
+        with _connected():
+            dist.all_gather(theirs, padded, group=self.group)
+        return [part[:size] for part, size in zip(theirs, sizes)]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Any type travels as bytes: no backend has to know it, and nothing is rounded."""
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    """A lost connection cannot be told to anybody."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise _agreed(StateError(f"The ranks lost each other; start the group again: {error}")) from error
+
+
+def _agreed(error: Exception) -> Exception:
+    """Mark an error that all ranks know of."""
+    error.agreed = True  # type: ignore[attr-defined]
+    return error
+
+
+def _report(error: Exception) -> bytes:
+    """The nearest kind of error that the other ranks can raise too, and what it says."""
+    known = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__]
+    text = f"{known[0]}\n{error}" if known else f"{AcclimateError.__name__}\n{type(error).__name__}: {error}"
+    return text[:2000].encode(errors="replace")
+
+
+def _raise_together(error: Exception | None, reports: Sequence[str]) -> NoReturn:
+    """Raise what all ranks raise: this rank's own error if all have the same or nobody else could raise it."""
+    if error is not None and (len(set(reports)) == 1 or not isinstance(error, AcclimateError)):
+        raise _agreed(error)
+    # an error that the guard would pass over must not hide a graver one of another rank
+    failed = sorted((text.startswith(NonFiniteError.__name__), rank) for rank, text in enumerate(reports) if text)
+    rank = failed[0][1]
+    kind, message = reports[rank].split("\n", 1)
+    raise _agreed(getattr(errors, kind)(f"On rank {rank}: {message}")) from error

@@ -1,0 +1,393 @@
+"""Statistics of the source data that some methods need: computed once, kept in a file, given to `acclimate.adapt`.
+
+    statistics = acclimate.source_statistics(model, clean_images)
+    statistics.save("stats.safetensors")
+    model = acclimate.adapt(model, "eata", source="stats.safetensors")
+
+Each kind of statistic is one class here, with sums of a fixed size, so that any number of images can pass by; one kind is
+learned instead, by `prompts.py`. A method names the kinds that it needs (`Method.needs`) and keeps what it uses of them as
+constants of its own (`Method.receive`): its state file is enough to go on, wherever the statistics are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import __version__
+from ..errors import ConfigError, InputError, ModelError, StateError, nearest, require_whole
+from ..models.families import view
+from ..models.fingerprint import fingerprint, require_same
+from ..models.view import ViT, parameters_of
+from . import state
+from .engine import Engine, of_all
+
+AT_ONCE = 32  # images in a pass without gradients
+
+
+class Statistic:
+    """One kind: what it adds up over the source images, and what comes out of that."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, vit: ViT) -> None:
+        """Sums of nothing, of the shapes that this model needs."""
+
+    def add(self, images: Tensor, labels: Tensor | None, engine: Engine) -> None:
+        """One more batch."""
+        raise NotImplementedError
+
+    def result(self) -> dict[str, Tensor]:
+        """By name; zeros if there was no image."""
+        raise NotImplementedError
+
+
+class Fisher(Statistic):
+    """Diagonal Fisher information of the norms' parameters, by their names in the model, as EATA uses it.
+
+    It is the mean over batches of the squared gradient of the batch's mean cross-entropy with the model's own predictions.
+    The gradient is averaged before it is squared, so the values shrink as batches grow.
+    """
+
+    kind = "fisher"
+
+    def __init__(self, vit: ViT) -> None:
+        self._names = norm_names(vit)
+        self._sums = [torch.zeros_like(p, dtype=torch.float64, device="cpu") for p in self._names]
+        self._batches = 0
+
+    def add(self, images: Tensor, labels: Tensor | None, engine: Engine) -> None:
+        engine.gradient(images, _own_cross_entropy)
+        for p, total in zip(self._names, self._sums):
+            assert p.grad is not None
+            total += p.grad.cpu().double() ** 2
+            p.grad = None
+        self._batches += 1
+
+    def result(self) -> dict[str, Tensor]:
+        means = (total / max(self._batches, 1) for total in self._sums)
+        return {name: mean.to(p.dtype) for (p, name), mean in zip(self._names.items(), means)}
+
+
+class Features(Statistic):
+    """Mean, central moments and class means of what enters the head, squashed as CFA compares it.
+
+    `mean`, `moment2` and `moment3` are (width,), `class_means` (classes, width), `class_counts` (classes,); the mean of a
+    class without images is zero. Without labels the predicted classes stand in for them (ours: CFA has labels).
+    """
+
+    kind = "features"
+
+    def __init__(self, vit: ViT) -> None:
+        self._powers = torch.zeros(3, vit.width, dtype=torch.float64)  # sums; the values are below 1, so that these suffice
+        self._classes = torch.zeros(vit.classes, vit.width, dtype=torch.float64)
+        self._counts = torch.zeros(vit.classes, dtype=torch.int64)
+
+    @torch.no_grad()
+    def add(self, images: Tensor, labels: Tensor | None, engine: Engine) -> None:
+        for start in range(0, len(images), AT_ONCE):
+            features, logits = engine.vit.features(images[start : start + AT_ONCE])
+            classes = logits.argmax(-1) if labels is None else labels[start : start + AT_ONCE]
+            hidden, classes = squashed(features).cpu().double(), classes.cpu()
+            for power, total in enumerate(self._powers, start=1):
+                total += (hidden**power).sum(0)
+            self._classes.index_add_(0, classes, hidden)
+            self._counts += classes.bincount(minlength=len(self._counts))
+
+    def result(self) -> dict[str, Tensor]:
+        mean, square, cube = self._powers / self._counts.sum().clamp(min=1)
+        return {
+            "mean": mean.float(),
+            "moment2": (square - mean**2).float(),
+            "moment3": (cube - 3 * mean * square + 2 * mean**3).float(),
+            "class_means": (self._classes / self._counts.clamp(min=1)[:, None]).float(),
+            "class_counts": self._counts.clone(),
+        }
+
+
+class ClassTokens(Statistic):
+    """Mean and standard deviation of the class token behind every block, side by side, as FOA compares them.
+
+    `mean` and `std` are as long as what `ViT.class_tokens` returns. A single image has no standard deviation: it is zero.
+    """
+
+    kind = "class_tokens"
+
+    def __init__(self, vit: ViT) -> None:
+        self._powers = torch.zeros(2, vit.class_tokens_width, dtype=torch.float64)
+        self._count = 0
+
+    def add(self, images: Tensor, labels: Tensor | None, engine: Engine) -> None:
+        tokens = engine.class_tokens(images)[1].cpu().double()
+        self._powers += torch.stack([tokens.sum(0), tokens.square().sum(0)])
+        self._count += len(tokens)
+
+    def result(self) -> dict[str, Tensor]:
+        mean, std = mean_and_std(self._powers[0], self._powers[1], self._count)
+        return {"mean": mean.float(), "std": std.float()}
+
+
+KINDS: dict[str, type[Statistic]] = {kind.kind: kind for kind in (Fisher, Features, ClassTokens)}
+
+
+def mean_and_std(sums: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """From sums of so many values and of their squares; the standard deviation is the unbiased one, of one value zero."""
+    mean = sums / max(count, 1)
+    return mean, ((squares - mean * sums) / max(count - 1, 1)).clamp(min=0).sqrt()
+
+
+PROMPTS = "prompts"  # the kind that is learned
+
+
+def squashed(features: Tensor) -> Tensor:
+    """Features as CFA compares them: normalised without an affine part, then between -1 and 1."""
+    features = features.to(torch.promote_types(features.dtype, torch.float32))
+    return F.layer_norm(features, features.shape[-1:], eps=1e-5).tanh()
+
+
+def norm_names(vit: ViT) -> dict[nn.Parameter, str]:
+    """The norms' parameters in order, with their names in the model; only before any surgery."""
+    names = {p: name for name, p in vit.model.named_parameters()}
+    return {p: names[p] for p in parameters_of(vit.norms)}
+
+
+def _own_cross_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """With the predicted classes as labels; every sample counts."""
+    losses = F.cross_entropy(logits, logits.detach().argmax(-1), reduction="none")
+    return of_all(losses)
+
+
+@dataclass(frozen=True, repr=False)
+class SourceStatistics:
+    """Statistics of source images under one model. Made by `acclimate.source_statistics` or `prompts.train_prompts`."""
+
+    tensors: Mapping[str, Tensor]  # by "kind/name"
+    model: Mapping[str, str]  # class, and digests of architecture and weights
+    about: Mapping[str, Any]  # how they were made: samples, batch_size, labels ("given" or "predicted")
+    origin: str = field(default="source=", compare=False)  # for messages
+
+    @property
+    def kinds(self) -> list[str]:
+        return list(dict.fromkeys(name.partition("/")[0] for name in self.tensors))
+
+    def of(self, kind: str) -> dict[str, Tensor]:
+        """The tensors of one kind."""
+        return {name.removeprefix(f"{kind}/"): t for name, t in self.tensors.items() if name.startswith(f"{kind}/")}
+
+    @property
+    def identity(self) -> str:
+        """What tells them from others, in one line."""
+        content = state.digest(self.tensors, json.dumps([dict(self.model), dict(self.about)], sort_keys=True))
+        return f"{self.about['samples']} images in batches of {self.about['batch_size']}, SHA-256 {content[:16]}"
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a safetensors file."""
+        header = {"statistics": self.kinds, "model": dict(self.model), "about": dict(self.about)}
+        state.write(path, self.tensors, {**header, "versions": {"acclimate": __version__, "torch": torch.__version__}})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> SourceStatistics:
+        """Read such a file; one that is damaged or of something else is a `StateError`."""
+        tensors, header = state.read(path)
+        if "statistics" not in header:
+            raise StateError(f"{path} is a file of acclimate's, but does not hold source statistics.")
+        return cls(tensors, header["model"], header["about"], str(path))
+
+    @classmethod
+    def given(cls, source: SourceStatistics | str | os.PathLike[str] | None) -> SourceStatistics | None:
+        """As themselves, or by their file."""
+        return source if source is None or isinstance(source, SourceStatistics) else cls.load(source)
+
+    def __repr__(self) -> str:
+        made = ", ".join(f"{name} {value}" for name, value in self.about.items())
+        return f"SourceStatistics({', '.join(self.kinds)}; {made}; weights {self.model['weights']})"
+
+
+@torch.inference_mode(False)
+def source_statistics(
+    model: nn.Module,
+    images: Tensor | Iterable[Any],
+    *,
+    labels: Tensor | None = None,
+    kinds: Sequence[str] = tuple(KINDS),
+    samples: int = 2000,
+    batch_size: int = 64,
+    micro_batch: int | None = None,
+) -> SourceStatistics:
+    """Pass clean source images through a model and keep what methods such as EATA need of them.
+
+    Args:
+        model: The source model, not wrapped. It is left as it was.
+        images: A tensor of images as the model takes them, or an iterable of batches (a `DataLoader`): tensors, or tuples
+            that begin with images and labels. The first so many are taken: shuffle them.
+        labels: Of the images, if these are one tensor. Without labels predictions stand in where labels are needed.
+        kinds: Which statistics: "fisher" (for EATA), "features" (moments and class means, for CFA), "class_tokens" (mean
+            and standard deviation behind every block, for FOA).
+        samples: How many images at most. EATA's authors take 2000.
+        batch_size: Of the batches that the Fisher information is averaged over; its scale depends on it. The authors use
+            that of the stream; images are grouped anew, whatever the loader's batches.
+        micro_batch: As for `acclimate.adapt`.
+
+    Example:
+        >>> acclimate.source_statistics(model, loader).save("stats.safetensors")
+        >>> model = acclimate.adapt(model, "eata", source="stats.safetensors")
+    """
+    from .adapter import WRAPPED, Adapter
+
+    require_whole(1, samples=samples, batch_size=batch_size)
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ConfigError(
+                f"kinds: there is no {kind!r}.{nearest(str(kind), KINDS, 0.5)} Choose from {', '.join(KINDS)}."
+            )
+    if not kinds:
+        raise ConfigError(f"kinds: name at least one of {', '.join(KINDS)}.")
+    if isinstance(model, Adapter) or model in WRAPPED:
+        raise ModelError("This model is wrapped: take the statistics of the plain source model, before adapt().")
+    vit = view(model)
+    mine = {"class": type(model).__name__, **fingerprint(vit, model.state_dict())}
+    made = [KINDS[kind](vit) for kind in dict.fromkeys(kinds)]
+    count, labelled = 0, True
+    with _at_rest(vit):
+        engine = Engine(
+            vit, {name: p for p, name in norm_names(vit).items()}, micro_batch=micro_batch, rng=torch.Generator()
+        )
+        for batch, classes in _regrouped(_pieces(images, labels, vit), batch_size, samples):
+            for statistic in made:
+                statistic.add(batch, classes, engine)
+            count += len(batch)
+            labelled = labelled and classes is not None
+    if not count:
+        raise InputError("There are no source images: pass at least one.")
+    about = {"samples": count, "batch_size": batch_size, "labels": "given" if labelled else "predicted"}
+    return SourceStatistics(_named(made), mine, about)
+
+
+def unknown(kinds: Iterable[str], vit: ViT, model: Mapping[str, str], about: Mapping[str, Any]) -> SourceStatistics:
+    """Statistics of the right shapes for a method whose constants are about to be read from its state file."""
+    tensors = _named([KINDS[kind](vit) for kind in kinds if kind in KINDS])
+    if PROMPTS in kinds:
+        from ..methods.dept.network import Prompted, Sizes
+
+        tensors |= named_prompts(Prompted(vit, Sizes.of(about), torch.Generator()))
+    return SourceStatistics(tensors, model, about)
+
+
+def named_prompts(learned: nn.Module) -> dict[str, Tensor]:
+    """What was learned, under the names that source statistics have."""
+    return {f"{PROMPTS}/{name}": tensor.detach().clone() for name, tensor in learned.state_dict().items()}
+
+
+def fitting(sources: Sequence[SourceStatistics], needs: Sequence[str]) -> SourceStatistics | None:
+    """Those of several that have what is needed; if none does, any, to say what is missing."""
+    return next((source for source in sources if {*needs} <= {*source.kinds}), next(iter(sources), None))
+
+
+def require(
+    source: SourceStatistics | None, method: str, needs: Sequence[str], model: nn.Module, mine: Mapping[str, str]
+) -> SourceStatistics:
+    """The statistics, if a method can use them with this model; otherwise an error that says how to get such."""
+    what = f"statistics of the source data ({', '.join(needs)})"
+    how = (
+        f"acclimate.source_statistics(model, clean_images, kinds={list(needs)}), or on the command line: "
+        "acclimate source-statistics --model NAME --data folder --root DIR --out stats.safetensors"
+    )
+    if PROMPTS in needs:
+        what = "prompts that were trained on labelled source data"
+        how = (
+            "acclimate train-prompts --model NAME --data folder --root DIR --out prompts.safetensors on the command line. "
+            "With random_prompts=True it does without, and is then not the paper's method"
+        )
+    if source is None:
+        raise ConfigError(f"{method} needs {what}: give source=. Make them by {how}")
+    missing = [kind for kind in needs if kind not in source.kinds]
+    if missing:
+        raise ConfigError(
+            f"{method} needs {what}; {source.origin} has {', '.join(source.kinds)}, not {', '.join(missing)}. "
+            f"Make them by {how}"
+        )
+    require_same(f"{source.origin} holds the source statistics", source.model, model, mine)
+    return source
+
+
+def constants(tensors: Iterable[Tensor], vit: ViT) -> nn.ParameterList:
+    """Tensors that a method keeps and never changes: they are in its state file, and not in every snapshot."""
+    return nn.ParameterList(nn.Parameter(t.detach().clone().to(vit.device), requires_grad=False) for t in tensors)
+
+
+def _named(made: Iterable[Statistic]) -> dict[str, Tensor]:
+    return {f"{statistic.kind}/{name}": t for statistic in made for name, t in statistic.result().items()}
+
+
+@contextmanager
+def _at_rest(vit: ViT) -> Iterator[None]:
+    """Inside, the model is in evaluation mode and its norms alone have gradients; afterwards it is as before."""
+    training = {module: module.training for module in vit.model.modules()}
+    required = {p: p.requires_grad for p in vit.model.parameters()}
+    vit.model.eval().requires_grad_(False)
+    for p in parameters_of(vit.norms):
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for module, was in training.items():
+            module.training = was
+        for p, was in required.items():
+            p.requires_grad_(was)
+            p.grad = None
+
+
+def _pieces(images: Tensor | Iterable[Any], labels: Tensor | None, vit: ViT) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Checked images with their labels, in the order and the portions in which they come."""
+    if isinstance(images, Tensor):
+        images = [(images, labels)]
+    elif labels is not None:
+        raise ConfigError("labels= goes with one tensor of images; a loader gives tuples of images and labels.")
+    for item in images:
+        batch, classes = (item, None) if isinstance(item, Tensor) else (*item, None)[:2]
+        batch = vit.check(batch)
+        if classes is not None:
+            classes = torch.as_tensor(classes)
+            if (
+                len(classes) != len(batch)
+                or classes.is_floating_point()
+                or not 0 <= classes.min() <= classes.max() < vit.classes
+            ):
+                raise InputError(
+                    f"Labels must be whole numbers from 0 to {vit.classes - 1}, columns of the model's head, one per image."
+                )
+        yield batch, classes
+
+
+def _regrouped(
+    pieces: Iterable[tuple[Tensor, Tensor | None]], size: int, most: int
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Batches of `size`, the last one perhaps smaller, of the first `most` images."""
+    held: list[tuple[Tensor, Tensor | None]] = []
+    count = 0
+    for images, labels in pieces:
+        while len(images) and most:
+            take = min(size - count, most, len(images))
+            held.append((images[:take], None if labels is None else labels[:take]))
+            images, labels = images[take:], None if labels is None else labels[take:]
+            count, most = count + take, most - take
+            if count == size or not most:
+                yield _joined(held)
+                held, count = [], 0
+        if not most:
+            return
+    if held:
+        yield _joined(held)
+
+
+def _joined(held: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tensor | None]:
+    labels = [classes for _, classes in held if classes is not None]
+    return torch.cat([images for images, _ in held]), torch.cat(labels) if len(labels) == len(held) else None

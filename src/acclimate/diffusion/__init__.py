@@ -1,1 +1,0 @@
-"""Diffusion models: the process, networks that predict the noise, and sampling towards a given picture."""

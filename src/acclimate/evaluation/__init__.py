@@ -1,0 +1,1 @@
+"""Behind `acclimate.bench`: one run, many runs, results and tables."""

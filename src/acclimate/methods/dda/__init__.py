@@ -1,0 +1,3 @@
+"""DDA: the method, and the diffusion model that it alone needs."""
+
+from .method import DDA as DDA

@@ -1,0 +1,239 @@
+"""DePT-G: Visual Prompt Tuning for Test-time Domain Adaptation (Gao et al., 2022)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.transforms.v2 import InterpolationMode
+
+from ...core.engine import Engine, of_all, require_finite
+from ...core.method import Method, Step
+from ...core.registry import register
+from ...core.statistics import PROMPTS, SourceStatistics
+from ...errors import ConfigError, require_between, require_whole
+from ...models.view import ViT
+from .._augment import mirrored, moco_view, resized_crop, views_of_each
+from .._bank import Bank
+from .._predictions import log_mean_prediction, uniformity
+from .._teacher import Teacher, require_nesterov
+from .network import Prompted, Regulariser, Sizes, followed, sharpened
+
+
+@register("dept-g")
+class DePT(Method):
+    """Tune prompts that were trained on the source, by refined pseudo labels, in step with an averaged teacher.
+
+    The blocks are divided into stages, and in each stage so many learned tokens are in the sequence. A weakly augmented view
+    gets a label: the vote of its nearest neighbours in a bank of features and predictions. The student's strong view learns
+    that label and is to agree with the teacher's view: by the DINO outputs of the class token, and of the prompts of every
+    stage. The mean prediction is to be diverse, and so are the prompts. Prompts, classifier and DINO heads adapt; the rest
+    is frozen. The logits come from after the update. The diversity of a single image is the entropy of its prediction, which
+    is then raised.
+
+    Prompts, classifier and DINO heads have to be trained on labelled source images first: `acclimate train-prompts` does so
+    once for a model, and `acclimate.adapt(model, "dept-g", source="prompts.safetensors")` takes them; the state file keeps
+    them. Needs also the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`).
+
+    Args:
+        lr: Learning rate, the authors' for VisDA-C.
+        momentum: Momentum of SGD.
+        nesterov: Nesterov's momentum.
+        weight_decay: Weight decay.
+        clip: Length that the gradient of each tensor is clipped to.
+        steps: Updates for each batch, each with new views.
+        teacher_momentum: Share of the teacher that stays at each step.
+        bank: Samples in the bank.
+        neighbours: How many of the bank vote.
+        refine_after: Samples after which they do.
+        dino_weight: Weight of the agreement about the class token.
+        prompt_weight: Weight of the agreement about the prompts.
+        diversity: Weight of the diversity of predictions.
+        prompt_diversity: Weight of the diversity of prompts.
+        student_temperature: Of the student's DINO outputs.
+        teacher_temperature: Of the teacher's.
+        random_prompts: Begin with random prompts and DINO heads, and the model's own classifier. This needs no source data,
+            and is not the paper's method, only in its style.
+        stages: How many. This and the following sizes are those of the trained prompts; where these are random, 4.
+        prompts: Of each stage; 50.
+        hidden: Width of the hidden layer of a DINO head; 2048.
+        bottleneck: Width of its second layer; 256.
+        outputs: How many it has; 2048.
+        reference: Behave as the released code in one process: the DINO centre follows the sum of a batch, not its mean.
+
+    Ours, because the authors' code for streams is not public: one pass with several steps for each batch (their
+    configuration names 4 iterations), a bank of the last samples instead of all, plain labels until it has some, no decay of
+    the learning rate, a weak view that is mirrored alone. Not known, and therefore ours as well: that labels come from the
+    teacher, whose view enters the bank; weight decay and the teacher's temperature, taken from the source phase; that the
+    last stage's DINO head projects the class token, and that prompts are averaged before they are projected; that the
+    vote of the neighbours becomes a hard label; that prompts are to differ within a stage; that the DINO centre starts at 0
+    and keeps 0.9 of itself at each step, as DINO's.
+    """
+
+    paper = "Gao et al., arXiv 2022"
+    adapts = "prompts in 4 stages, classifier and DINO heads, and their average"
+    remembers = "an average of what adapts, and a bank of features and predictions"
+    augments = True
+    predicts_after = True
+    updates_once = False
+    needs: tuple[str, ...] = (PROMPTS,)
+    quick: ClassVar = {
+        "random_prompts": True, "steps": 1, "bank": 16, "neighbours": 3, "refine_after": 8,
+        "prompts": 3, "hidden": 16, "bottleneck": 8, "outputs": 12,
+    }  # fmt: skip
+
+    def __init__(
+        self,
+        *,
+        lr: float = 0.005,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        weight_decay: float = 0.0001,
+        clip: float = 1.0,
+        steps: int = 4,
+        teacher_momentum: float = 0.99,
+        bank: int = 16_384,
+        neighbours: int = 10,
+        refine_after: int = 1024,
+        dino_weight: float = 0.1,
+        prompt_weight: float = 0.1,
+        diversity: float = 1.0,
+        prompt_diversity: float = 0.05,
+        student_temperature: float = 0.1,
+        teacher_temperature: float = 0.07,
+        random_prompts: bool = False,
+        stages: int | None = None,
+        prompts: int | None = None,
+        hidden: int | None = None,
+        bottleneck: int | None = None,
+        outputs: int | None = None,
+        reference: bool = False,
+    ) -> None:
+        super().__init__()
+        require_between(0, math.inf, lr=lr, weight_decay=weight_decay, clip=clip, dino_weight=dino_weight)
+        require_between(0, math.inf, prompt_weight=prompt_weight, diversity=diversity, prompt_diversity=prompt_diversity)
+        require_between(0, 1, momentum=momentum, teacher_momentum=teacher_momentum)
+        require_between(1e-6, math.inf, student_temperature=student_temperature, teacher_temperature=teacher_temperature)
+        require_whole(1, steps=steps, bank=bank, neighbours=neighbours, refine_after=refine_after)
+        require_nesterov(nesterov, momentum)
+        sizes = dict(stages=stages, prompts=prompts, hidden=hidden, bottleneck=bottleneck, outputs=outputs)
+        self._wanted = {name: size for name, size in sizes.items() if size is not None}
+        Sizes(**self._wanted)  # a wrong one is an error now
+        self.lr = lr
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.weight_decay = weight_decay
+        self.clip = clip
+        self.steps = steps
+        self.teacher_momentum = teacher_momentum
+        self.bank = bank
+        self.neighbours = neighbours
+        self.refine_after = refine_after
+        self.dino_weight = dino_weight
+        self.prompt_weight = prompt_weight
+        self.diversity = diversity
+        self.prompt_diversity = prompt_diversity
+        self.student_temperature = student_temperature
+        self.teacher_temperature = teacher_temperature
+        self.random_prompts = random_prompts
+        self.stages = stages
+        self.prompts = prompts
+        self.hidden = hidden
+        self.bottleneck = bottleneck
+        self.outputs = outputs
+        self.reference = reference
+        self.trained: Prompted | None = None  # what it begins with
+        if random_prompts:
+            self.needs = ()
+
+    def passes(self) -> tuple[int, int]:
+        return 4 * self.steps + 1, self.steps
+
+    def receive(self, statistics: SourceStatistics, vit: ViT) -> None:
+        sizes = Sizes.of(statistics.about)
+        for name, size in self._wanted.items():
+            if size != getattr(sizes, name):
+                raise ConfigError(
+                    f"{name}={size}: {statistics.origin} has {getattr(sizes, name)}. Leave it out, or train anew."
+                )
+        self.trained = Prompted(vit, sizes, torch.Generator())
+        self.trained.load_state_dict(statistics.of(PROMPTS))
+
+    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+        self.learned = Prompted(vit, Sizes(**self._wanted) if self.trained is None else self.trained.sizes, rng)
+        if self.trained is not None:
+            self.learned.load_state_dict(self.trained.state_dict())
+        self.learned.insert(vit)
+        self._adapted = list(self.learned.parameters())
+        self.teacher = Teacher(self._adapted)
+        self.memory = Bank(self.bank, vit)
+        self.centre: Tensor
+        self.register_buffer("centre", torch.zeros(self.learned.sizes.outputs, device=vit.device))
+        return self._adapted
+
+    def beginnings(self) -> Mapping[str, Tensor]:
+        if self.trained is None:
+            return {}
+        begin = dict(self.trained.named_parameters())
+        student = {f"learned.{name}": p for name, p in begin.items()}
+        return student | {f"teacher.{i}": p for i, p in enumerate(begin.values())}
+
+    def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self._adapted, self.lr, self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov)
+
+    def step(self, images: Tensor, engine: Engine) -> Step:
+        for _ in range(self.steps):
+            weak, first, second = self.views(images, engine)
+            average = self.teacher.ahead(engine.parameters, self.teacher_momentum)
+            with engine.standing_at(average):
+                logits, features = engine.features(weak)
+                _, _, token, stages = engine.evaluate(first, lambda x: self.embed(x, engine))
+            everybody = engine.gather(token)
+            require_finite(logits, everybody)
+            used, loss = self.learn(second, self.labels(logits, features), token, stages, engine)
+            self.teacher.become(average)
+            self.centre.copy_(followed(self.centre, everybody.sum(0) if self.reference else everybody.mean(0)))
+        self.memory.remember(engine.gather(features), engine.gather(logits.softmax(-1)))
+        return Step(engine.predict(images), used=used, loss=loss)
+
+    def learn(self, images: Tensor, labels: Tensor, token: Tensor, stages: Tensor, engine: Engine) -> tuple[int, float]:
+        """One update by the student's view, given labels and what the teacher makes of its own view: samples, and loss."""
+        log_mean = log_mean_prediction(images, engine)
+        target = sharpened(token, self.centre.to(token), self.teacher_temperature)
+        regulariser = Regulariser(self.dino_weight, self.prompt_weight, self.prompt_diversity, self.student_temperature)
+        prompts = list(self.learned.prompts)
+
+        def objective(
+            logits: Tensor, _: Tensor, token: Tensor, stages: Tensor, label: Tensor, target: Tensor, stage_target: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            loss = F.cross_entropy(logits, label, reduction="none") + self.diversity * uniformity(logits, log_mean)
+            return of_all(loss + regulariser(token, stages, target, stage_target, prompts))
+
+        given = [labels, target, stages]
+        sweep = engine.gradient(images, objective, given=given, forward=lambda x, *_: self.embed(x, engine))
+        for p in engine.parameters:
+            nn.utils.clip_grad_norm_([p], self.clip)
+        engine.update()
+        return sweep.used, sweep.loss
+
+    def embed(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.learned.embed(engine.vit, images, engine.forward_features)
+
+    def labels(self, logits: Tensor, features: Tensor) -> Tensor:
+        """Of the weak view."""
+        return self.memory.labels(logits, features, neighbours=self.neighbours, after=self.refine_after)
+
+    def views(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor, Tensor]:
+        """A weak view of each image, and a strong one each for teacher and student."""
+        weak, first, second = views_of_each(images, engine, (mirrored, strong_view, strong_view))
+        return weak, first, second
+
+
+def strong_view(picture: Tensor, rng: torch.Generator) -> Tensor:
+    """A random part at full size, with other colours, perhaps grey, blurred or mirrored."""
+    part = resized_crop(picture, rng, least=0.2, interpolation=InterpolationMode.BICUBIC)
+    return moco_view(part, rng)

@@ -1,0 +1,243 @@
+"""Prompts, classifier and DINO heads that are trained on labelled source images: where DePT-G begins.
+
+    data = open_data("folder", root, model)
+    train_prompts(model, data.domains[0], data.class_names, "prompts.safetensors")
+    model = acclimate.adapt(model, "dept-g", source="prompts.safetensors")
+
+The losses, the optimizer and its schedule are those of DePT's source phase (Gao et al., 2022). Ours is that the backbone
+stays as it is: the authors train all weights, at a tenth of the learning rate of what is trained here. So the model that
+adapts is the one that other methods begin with, and a file holds what was added to it alone. Ours are also the pictures'
+flips, and a tenth of every class that is held out, scored after each epoch, and decides nothing.
+
+As in `train.py`, a training that was interrupted goes on when it is called again, and ends with the same weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from torch import Tensor, nn
+
+from ...core import state
+from ...core.adapter import WRAPPED, Adapter
+from ...core.engine import Engine, of_all
+from ...core.statistics import PROMPTS, SourceStatistics, named_prompts
+from ...data.datasets import Domain, title
+from ...data.folder import AnyPath
+from ...errors import InputError, ModelError, require_between, require_whole
+from ...models.families import view
+from ...models.fingerprint import fingerprint
+from ...models.loading import pick_device
+from ...models.view import ViT
+from ...training.source_model import (
+    Training,
+    augmented,
+    checkpoint_of,
+    deterministic,
+    pace,
+    read_trained,
+    split,
+    versions_used,
+)
+from .._teacher import Teacher
+from .network import Prompted, Regulariser, Sizes, followed, sharpened
+
+VERSION = 1  # of the recipe: what the numbers in `PromptRecipe` do not say
+FINISHED, UNFINISHED = "trained prompts", "unfinished trained prompts"  # kinds of files
+
+
+@dataclass(frozen=True)
+class PromptRecipe:
+    """How to train prompts. The defaults are the authors' for ImageNet.
+
+    Args:
+        epochs: Passes over the pictures.
+        batch_size: Pictures in a step.
+        lr: The highest learning rate, at the end of the warm-up.
+        momentum: Of SGD, after Nesterov.
+        weight_decay: Weight decay.
+        warmup: Steps in which the learning rate rises; then it falls to zero along a cosine.
+        smoothing: Share of a label's weight that is spread over all classes.
+        dino_weight: Weight of student's and teacher's agreement about the class token.
+        prompt_weight: The same about the prompts.
+        prompt_diversity: Weight of the diversity of prompts.
+        teacher_momentum: Share of the teacher that stays at each step.
+        student_temperature: Of the student's DINO outputs.
+        teacher_temperature: Of the teacher's, after the first epochs.
+        first_temperature: Of the teacher's, in the first epoch.
+        warm_epochs: Epochs in which it rises.
+        area: The smallest share of a picture that a random crop keeps; student and teacher see a crop each.
+        stretch: The largest ratio of a crop's sides.
+        held_out: Share of every class that is not trained on; at least one picture.
+    """
+
+    epochs: int = 5
+    batch_size: int = 128
+    lr: float = 0.005
+    momentum: float = 0.9
+    weight_decay: float = 0.0001
+    warmup: int = 200
+    smoothing: float = 0.1
+    dino_weight: float = 0.1
+    prompt_weight: float = 0.1
+    prompt_diversity: float = 0.005
+    teacher_momentum: float = 0.99
+    student_temperature: float = 0.1
+    teacher_temperature: float = 0.07
+    first_temperature: float = 0.04
+    warm_epochs: int = 3
+    area: float = 0.6
+    stretch: float = 4 / 3
+    held_out: float = 0.1
+
+    def __post_init__(self) -> None:
+        require_whole(1, epochs=self.epochs, batch_size=self.batch_size, warm_epochs=self.warm_epochs)
+        require_whole(0, warmup=self.warmup)
+        require_between(0, math.inf, lr=self.lr, weight_decay=self.weight_decay, dino_weight=self.dino_weight)
+        require_between(0, math.inf, prompt_weight=self.prompt_weight, prompt_diversity=self.prompt_diversity)
+        require_between(1e-6, 1, momentum=self.momentum)
+        require_between(0, 1, smoothing=self.smoothing, teacher_momentum=self.teacher_momentum, area=self.area)
+        require_between(1e-6, math.inf, student_temperature=self.student_temperature)
+        require_between(1e-6, math.inf, teacher_temperature=self.teacher_temperature)
+        require_between(1e-6, math.inf, first_temperature=self.first_temperature)
+        require_between(1, 4, stretch=self.stretch)
+        require_between(0, 0.5, held_out=self.held_out)
+
+    def temperature(self, epoch: int) -> float:
+        """Of the teacher: it rises from epoch to epoch."""
+        risen = min(1.0, epoch / max(self.warm_epochs - 1, 1)) if self.warm_epochs > 1 else 1.0
+        return self.first_temperature + risen * (self.teacher_temperature - self.first_temperature)
+
+
+@torch.inference_mode(False)
+def train_prompts(
+    model: nn.Module,
+    domain: Domain,
+    class_names: Sequence[str],
+    out: AnyPath,
+    *,
+    sizes: Sizes | None = None,
+    recipe: PromptRecipe | None = None,
+    seed: int = 0,
+    device: str | None = None,
+    workers: int = 0,
+    fresh: bool = False,
+    console: Console | None = None,
+) -> SourceStatistics:
+    """Train what DePT-G begins with, or go on with it, and write it to a file. What is finished is not trained again.
+
+    Args:
+        model: The source model, not wrapped. It is left as it was.
+        domain: Labelled source pictures, normalised as the model expects them; a label is a column of the model's head.
+        class_names: By label.
+        out: The file, `*.safetensors`. Until it is finished, a checkpoint is beside it: `*.safetensors.unfinished`.
+        sizes: How many stages and prompts, and how large the DINO heads.
+        recipe: How to train.
+        seed: Of the first values, the pictures that are held out, their order, and the crops.
+        device: Default: a GPU if there is one.
+        workers: Processes that load pictures ahead; 0 loads in this one.
+        fresh: Train again, even if it is finished or begun.
+        console: Where progress is shown: a bar on a terminal, elsewhere a line for each epoch.
+
+    Example:
+        >>> train_prompts(model, domain, class_names, "prompts.safetensors")
+        >>> model = acclimate.adapt(model, "dept-g", source="prompts.safetensors")
+    """
+    sizes, recipe, console, out = sizes or Sizes(), recipe or PromptRecipe(), console or Console(quiet=True), Path(out)
+    unfinished = checkpoint_of(out)
+    require_whole(0, seed=seed, workers=workers)
+    if isinstance(model, Adapter) or model in WRAPPED:
+        raise ModelError("This model is wrapped: train prompts for the plain source model, before adapt().")
+    original = view(model)
+    if len(class_names) != original.classes:
+        raise InputError(
+            f"{title(domain)} has {len(class_names)} classes, the model's head {original.classes}: give pictures of all of "
+            "them."
+        )
+    parts = split(domain, class_names, recipe.held_out, seed)
+    mine = {"class": type(model).__name__, **fingerprint(original, model.state_dict())}
+    settings = {
+        "model": mine,
+        "classes": list(class_names),
+        "data": dict(domain.identity),
+        "sizes": asdict(sizes),
+        "recipe": {"by": "acclimate", "version": VERSION, **asdict(recipe)},
+        "seed": seed,
+    }
+    if not fresh and read_trained(out, FINISHED, settings) is not None:
+        unfinished.unlink(missing_ok=True)
+        return SourceStatistics.load(out)
+    begun = None if fresh else read_trained(unfinished, UNFINISHED, settings)
+    where = pick_device(device)
+    with deterministic(where):
+        vit = view(copy.deepcopy(model).to(where).eval().requires_grad_(False))
+        run = _PromptTraining(vit, sizes, recipe, seed, len(parts[0].labels))
+        run.carry_out(begun, out, settings, UNFINISHED, parts, workers, console)
+    shown = {"samples": len(parts[0].labels), "batch_size": recipe.batch_size, "labels": "given", "epochs": recipe.epochs}
+    about = {**shown, **asdict(sizes), "held_out": len(parts[1].labels), "accuracy": run.history[-1][1]}
+    header = {"kind": FINISHED, "settings": settings, "history": run.history, "versions": versions_used()}
+    found = {"statistics": [PROMPTS], "model": mine, "about": about}
+    state.write(out, named_prompts(run.student), {**header, **found, "device": str(where)})
+    unfinished.unlink(missing_ok=True)
+    return SourceStatistics.load(out)
+
+
+class _PromptTraining(Training):
+    """Of a student's prompts, classifier and DINO heads, with their average for a teacher."""
+
+    def __init__(self, vit: ViT, sizes: Sizes, recipe: PromptRecipe, seed: int, pictures: int) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.recipe = recipe
+        self.student = Prompted(vit, sizes, rng).requires_grad_(True)
+        self.student.insert(vit)
+        self.teacher = Teacher(self.student.parameters())
+        self.warmup = recipe.warmup / (recipe.epochs * math.ceil(pictures / recipe.batch_size))
+        self.centre = torch.zeros(sizes.outputs, device=vit.device, dtype=vit.dtype)
+        learned = nn.ModuleDict({"student": self.student, "teacher": self.teacher})
+        learned.register_buffer("centre", self.centre)
+        self.engine = Engine(vit, dict(self.student.named_parameters()), rng=rng)
+        optimizer = torch.optim.SGD(
+            self.student.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, nesterov=True
+        )
+        super().__init__(vit, learned, optimizer, recipe, seed, False)
+
+    def step(self, images: Tensor, labels: Tensor, draws: np.random.RandomState, done: float) -> float:
+        recipe, engine = self.recipe, self.engine
+        self.vit.model.eval()
+        for group in self.optimizer.param_groups:
+            group["lr"] = recipe.lr * pace(done, min(1.0, self.warmup))
+        images = self.vit.check(images)
+        first, second = (augmented(images, draws, recipe.area, recipe.stretch) for _ in range(2))
+        average = self.teacher.ahead(engine.parameters, recipe.teacher_momentum)
+        with engine.standing_at(average):
+            _, _, token, stages = engine.evaluate(first, self.embed)
+        target = sharpened(token, self.centre, recipe.temperature(len(self.history)))
+        regulariser = Regulariser(
+            recipe.dino_weight, recipe.prompt_weight, recipe.prompt_diversity, recipe.student_temperature
+        )
+        prompts = list(self.student.prompts)
+
+        def objective(
+            logits: Tensor, _: Tensor, token: Tensor, stages: Tensor, label: Tensor, target: Tensor, stage_target: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            loss = F.cross_entropy(logits, label, reduction="none", label_smoothing=recipe.smoothing)
+            return of_all(loss + regulariser(token, stages, target, stage_target, prompts))
+
+        given = [labels.to(images.device), target, stages]
+        sweep = engine.gradient(second, objective, given=given, forward=lambda x, *_: self.embed(x))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.teacher.become(average)
+        self.centre.copy_(followed(self.centre, token.mean(0)))
+        return sweep.loss
+
+    def embed(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.student.embed(self.vit, images, self.engine.forward_features)

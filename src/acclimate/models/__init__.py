@@ -1,0 +1,1 @@
+"""One structural view of many models, and models by name."""

@@ -1,0 +1,73 @@
+"""Families of models. Each file of this folder shows one of them as a `ViT`; a new file is found by itself."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+
+from torch import nn
+
+from ...errors import ModelError
+from ..view import ViT, require, title
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the small models that the conformance suite runs on."""
+
+    image: int = 32
+    patch: int = 8
+    width: int = 32
+    depth: int = 4
+    heads: int = 2
+    classes: int = 10
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of models. A family's file defines one, under the name FAMILY.
+
+    Args:
+        name: What results and messages call it.
+        package: The library that it comes from, as it is imported and as it is installed.
+        view: Returns the structural view of a model, or None for a model of another family.
+        tiny: Builds a small model of the family for the conformance suite.
+    """
+
+    name: str
+    package: str
+    view: Callable[[nn.Module], ViT | None]
+    tiny: Callable[[Sizes], nn.Module]
+
+
+@cache
+def families() -> dict[str, Family]:
+    """Return all families by name."""
+    modules = (import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    return {module.FAMILY.name: module.FAMILY for module in modules}
+
+
+def view(model: nn.Module) -> ViT:
+    """Return the structural view of a model, or raise a `ModelError` that says what is missing."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"adapt() takes a torch.nn.Module, not {type(model).__name__}.")
+    for family in families().values():
+        found = family.view(model)
+        if found is not None:
+            require(model, len(found.blocks) > 0, "it has no transformer blocks")
+            require(model, isinstance(found.head, nn.Linear), "its head is not a linear layer (num_classes=0?)")
+            require(
+                model,
+                found.classes > 1,
+                "its head has one output: adaptation by entropy needs logits of two classes or more",
+            )
+            require(model, not any(p.is_inference() for p in model.parameters()), "it was built in inference mode")
+            return found
+    raise ModelError(
+        f"{title(model)} is not a vision transformer that acclimate understands: no class token and blocks with "
+        "self-attention were found. Supported: timm VisionTransformer (ViT, DeiT), transformers "
+        "ViTForImageClassification, torchvision VisionTransformer."
+    )

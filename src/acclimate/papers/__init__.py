@@ -1,0 +1,1 @@
+"""Papers whose tables can be run again."""

@@ -1,0 +1,342 @@
+"""The conformance suite: what every method must keep, run on a tiny ViT of every family.
+
+    acclimate.check_method("mine")
+
+raises a `ConformanceError` that lists what does not hold. A method that cannot meet a check says so, with the reason, in its
+class attribute `exceptions`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.adapt import adapt, load
+from ..core.adapter import Adapter
+from ..core.method import Method
+from ..core.registry import find
+from ..core.statistics import KINDS, source_statistics
+from ..errors import ConformanceError, InputError
+from ..models.families import Sizes, families, view
+
+SIZES = Sizes()
+
+
+def tiny_vit(family: str = "timm") -> nn.Module:
+    """A ViT with random weights, the same at every call, that is sure of some random images and unsure of others."""
+    generator = torch.Generator().manual_seed(1)
+    model = families()[family].tiny(SIZES).eval()
+    scales = {m.weight for m in model.modules() if isinstance(m, nn.LayerNorm)}
+    with torch.no_grad():
+        for p in model.parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            if p.ndim == 2:
+                p.copy_(noise * (3.0 if p.shape[0] == SIZES.classes else 1.5) / p.shape[1] ** 0.5)
+            elif p.ndim > 2:
+                p.copy_(0.3 * noise)
+            else:
+                p.copy_(0.1 * noise + (1 if p in scales else 0))
+    return model
+
+
+def tiny_batches(count: int = 4, size: int = 6, seed: int = 2) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, 3, SIZES.image, SIZES.image, generator=generator) for _ in range(count)]
+
+
+@dataclass
+class Case:
+    """One method, with options, on the tiny model of one family."""
+
+    method: type[Method]
+    family: str = "timm"
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def wrap(self, model: nn.Module | None = None, **more: Any) -> Adapter:
+        model = tiny_vit(self.family) if model is None else model
+        options: dict[str, Any] = {"mean": 0.5, "std": 0.5, **self.method.quick}  # a method that augments has to know
+        kinds = [kind for kind in self.method.needs if kind in KINDS]
+        if kinds:
+            options["source"] = source_statistics(model, tiny_batches(2, seed=3), kinds=kinds, batch_size=6)
+        return adapt(model, self.method, **{**options, **self.options, **more})
+
+    def run(self, adapter: Adapter | None = None) -> Adapter:
+        """An adapter after a few steps."""
+        adapter = adapter or self.wrap()
+        for images in tiny_batches():
+            adapter(images)
+        return adapter
+
+
+def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor], what: str) -> None:
+    """Bitwise, NaN equal to NaN."""
+    if a.keys() != b.keys():
+        raise AssertionError(f"{what}: {sorted(a.keys() ^ b.keys())[:3]} on one side only")
+    for name in a:
+        if not torch.equal(_bits(a[name]), _bits(b[name])):
+            raise AssertionError(f"{what}: {name} differs")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().flatten().view(torch.uint8)
+
+
+def _equal(a: Tensor, b: Tensor, what: str) -> None:
+    same({"logits": a}, {"logits": b}, what)
+
+
+def _finite(tensors: Mapping[str, Tensor]) -> None:
+    """Parameters and optimizer state; a buffer may hold NaN for "none yet"."""
+    for name, tensor in tensors.items():
+        if name.startswith(("model/", "optimizer/")) or ".weight" in name or ".bias" in name:
+            assert tensor.isfinite().all(), f"{name} is not finite"
+
+
+def configuration_round_trips(case: Case) -> None:
+    method = case.wrap().method
+    config = json.loads(json.dumps(method.config))
+    again = json.loads(json.dumps(type(method)(**config).config))
+    assert again == config, f"{config} came back as {again}"
+
+
+def only_declared_parameters_change(case: Case) -> None:
+    model = tiny_vit(case.family)
+    source = {name: p.clone() for name, p in model.named_parameters()}
+    by_name = dict(model.named_parameters())
+    adapter = case.run(case.wrap(model))
+    declared = set(adapter.engine.named)
+    for name, p in by_name.items():
+        if f"model/{name}" not in declared:
+            same({name: p}, {name: source[name]}, "undeclared")
+    changed = [name for name, p in adapter.engine.named.items() if not torch.equal(p, adapter._initial[name])]
+    assert changed or not declared, "no declared parameter changed in four steps"
+
+
+def input_is_untouched(case: Case) -> None:
+    images = tiny_batches(1)[0]
+    before = images.clone()
+    case.wrap()(images)
+    _equal(images, before, "input")
+    assert images.grad is None and not images.requires_grad, "input got a gradient"
+
+
+def reset_equals_freshly_wrapped(case: Case) -> None:
+    adapter, fresh = case.run(), case.wrap()
+    adapter.reset()
+    same(adapter._capture(), fresh._capture(), "after reset")
+    for images in tiny_batches(seed=5):
+        _equal(adapter(images), fresh(images), "step after reset")
+    same(adapter._capture(), fresh._capture(), "after reset and more steps")
+
+
+def save_load_continue(case: Case) -> None:
+    adapter = case.run()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.safetensors"
+        adapter.save(path)
+        loaded = load(path, tiny_vit(case.family))
+    assert loaded.method.config == adapter.method.config, "the configuration changed"
+    for images in tiny_batches(seed=5):
+        _equal(loaded(images), adapter(images), "step after load")
+    same(loaded._capture(), adapter._capture(), "after load and more steps")
+
+
+def snapshot_and_rollback(case: Case) -> None:
+    adapter = case.run()
+    snapshot = adapter.snapshot()
+    after = [adapter(images) for images in tiny_batches(seed=5)]
+    adapter.rollback()
+    same(adapter._capture(), snapshot, "after rollback")
+    for images, expected in zip(tiny_batches(seed=5), after):
+        _equal(adapter(images), expected, "step after rollback")
+
+
+def unwrap_gives_back_the_source(case: Case) -> None:
+    model = tiny_vit(case.family).train()
+    images = tiny_batches(1)[0]
+    source = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        expected = model.eval()(images)
+    model.train()
+    layout = [(name, type(module), module.training) for name, module in model.named_modules()]
+    flags = [p.requires_grad for p in model.parameters()]
+    unwrapped = case.run(case.wrap(model)).unwrap()
+    assert unwrapped is model, "not the same object"
+    same(dict(model.state_dict()), source, "after unwrap")
+    assert [(n, type(m), m.training) for n, m in model.named_modules()] == layout, "modules or modes differ"
+    assert [p.requires_grad for p in model.parameters()] == flags, "requires_grad differs"
+    with torch.no_grad():
+        again = model.eval()(images)
+    _equal(getattr(again, "logits", again), getattr(expected, "logits", expected), "logits after unwrap")
+
+
+def frozen_changes_nothing(case: Case) -> None:
+    adapter = case.run()
+    before, record = adapter._capture(), adapter.record
+    with adapter.frozen():
+        first, second = (adapter(tiny_batches(1, seed=5)[0]) for _ in range(2))
+    _equal(first, second, "two frozen calls")
+    same(adapter._capture(), before, "after frozen calls")
+    assert adapter.record is record, "a frozen call left a record"
+
+
+def same_seed_same_run(case: Case) -> None:
+    a, b = case.wrap(seed=3), case.wrap(seed=3)
+    torch.manual_seed(0)
+    case.run(a)
+    torch.manual_seed(1)  # the global generator must not matter
+    case.run(b)
+    same(a._capture(), b._capture(), "same seed")
+
+
+def two_adapters_are_independent(case: Case) -> None:
+    alone, one, other = case.run(), case.wrap(), case.wrap(seed=7)
+    for mine, theirs in zip(tiny_batches(), tiny_batches(seed=9)):
+        one(mine)
+        other(theirs)
+    same(one._capture(), alone._capture(), "beside another adapter")
+
+
+def batch_of_one(case: Case) -> None:
+    adapter = case.wrap()
+    for images in tiny_batches(6, size=1):
+        logits = adapter(images)
+        assert logits.shape == (1, SIZES.classes) and logits.isfinite().all(), f"logits {logits}"
+    _finite(adapter._capture())
+
+
+def no_reliable_sample(case: Case) -> None:
+    model = tiny_vit(case.family)
+    with torch.no_grad():  # every class equally likely: the largest entropy there is
+        for p in view(model).head.parameters():
+            p.zero_()
+    adapter = case.wrap(model)
+    for images in tiny_batches():
+        assert adapter(images).isfinite().all(), "logits are not finite"
+    _finite(adapter._capture())
+
+
+def bad_images_leave_the_state_alone(case: Case) -> None:
+    adapter = case.run()
+    before = adapter._capture()
+    for value in (float("nan"), float("inf")):
+        images = tiny_batches(1)[0]
+        images[2, 0, 3, 3] = value
+        try:
+            adapter(images)
+        except InputError:
+            same(adapter._capture(), before, f"after an image with {value}")
+        else:
+            assert adapter.record is not None and adapter.record.event, "neither an error nor an event"
+    _finite(adapter._capture())
+
+
+def memory_is_bounded(case: Case) -> None:
+    adapter = case.wrap()
+    sizes = []
+    for batches in (tiny_batches(12), tiny_batches(40, seed=5)):
+        for images in batches:
+            adapter(images)
+        del batches, images
+        gc.collect()
+        with warnings.catch_warnings():  # looking at every object trips deprecated attributes of other libraries
+            warnings.simplefilter("ignore")
+            held = sum(o.numel() * o.element_size() for o in gc.get_objects() if type(o) in (Tensor, nn.Parameter))
+        sizes.append((held, sum(t.numel() for t in adapter._capture().values())))
+    assert sizes[1][1] == sizes[0][1], f"the state grew from {sizes[0][1]} to {sizes[1][1]} elements in 40 steps"
+    assert sizes[1][0] <= 1.02 * sizes[0][0], f"tensors in memory grew from {sizes[0][0]} to {sizes[1][0]} bytes in 40 steps"
+
+
+def caller_without_gradients(case: Case) -> None:
+    contexts: Sequence[Callable[[], Any]] = (nullcontext, torch.no_grad, torch.inference_mode)
+    captures = []
+    for context in contexts:
+        adapter = case.wrap()
+        with context():
+            for images in tiny_batches():
+                logits = adapter(images.clone())  # in inference mode this is an inference tensor
+        assert not logits.requires_grad, "the logits carry a graph"
+        captures.append(adapter._capture())
+    for capture in captures[1:]:
+        same(capture, captures[0], "under no_grad or inference_mode")
+
+
+def micro_batches_do_not_matter(case: Case) -> None:
+    # in float64, where rounding is no excuse
+    whole, parts = (case.run(case.wrap(tiny_vit(case.family).double(), micro_batch=size)) for size in (6, 4))
+    for name, p in whole.engine.named.items():
+        difference = float((parts.engine.named[name] - p).detach().abs().max())
+        assert difference < 1e-6, f"{name} differs by {difference:.1e}"
+
+
+CHECKS: dict[str, Callable[[Case], None]] = {
+    check.__name__: check
+    for check in (
+        configuration_round_trips,
+        only_declared_parameters_change,
+        input_is_untouched,
+        reset_equals_freshly_wrapped,
+        save_load_continue,
+        snapshot_and_rollback,
+        unwrap_gives_back_the_source,
+        frozen_changes_nothing,
+        same_seed_same_run,
+        two_adapters_are_independent,
+        batch_of_one,
+        no_reliable_sample,
+        bad_images_leave_the_state_alone,
+        memory_is_bounded,
+        caller_without_gradients,
+        micro_batches_do_not_matter,
+    )
+}
+
+
+def check_method(method: str | type[Method], **options: Any) -> dict[str, str]:
+    """Run every check on every installed family of models.
+
+    Args:
+        method: Name or class; a class has to be registered, because the state file names its method.
+        **options: Options of the method to check it with.
+
+    Returns:
+        Outcome by "family: check": "passed", or "excused: reason".
+
+    Raises:
+        ConformanceError: lists all checks that failed.
+    """
+    cls = find(method)
+    unknown = sorted(cls.exceptions.keys() - CHECKS.keys())
+    if unknown:
+        raise ConformanceError(f"{cls.__name__}.exceptions names unknown checks: {', '.join(unknown)}.")
+    outcomes: dict[str, str] = {}
+    failures: list[str] = []
+    for family, about in families().items():
+        if importlib.util.find_spec(about.package) is None:
+            outcomes[family] = f"excused: {about.package} is not installed"
+            continue
+        for name, check in CHECKS.items():
+            where = f"{family}: {name}"
+            if name in cls.exceptions:
+                outcomes[where] = f"excused: {cls.exceptions[name]}"
+                continue
+            try:
+                check(Case(cls, family, options))
+                outcomes[where] = "passed"
+            except Exception as error:  # whatever a method under test raises is its failure, not the suite's
+                outcomes[where] = "failed"
+                failures.append(f"{where}: {type(error).__name__}: {error}")
+    if failures:
+        raise ConformanceError(f"{cls.name or cls.__name__} fails {len(failures)} checks:\n  " + "\n  ".join(failures))
+    return outcomes

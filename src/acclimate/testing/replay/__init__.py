@@ -1,0 +1,306 @@
+"""Replay recorded runs of the reference implementations: `python -m acclimate.testing.replay FILE...`.
+
+A recording is a safetensors file with the model's weights, the batches, what the reference returned for each, its adapted
+tensors at the end and every hyper-parameter. This module drives acclimate's own implementation with them, through the public
+interface and with `reference=True`, and compares. A recording of corruptions holds a picture and what became of it, which is
+repeated with the random numbers of the recording; one of attention holds weights, and the distances and maps made of them.
+It exits with 1 if any file deviates or is of a method it does not know.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pkgutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from ...core.adapt import adapt
+from ...core.adapter import Adapter
+from ...core.engine import entropy
+from ...core.method import Method
+from ...core.registry import find
+from ...methods._losses import COME_MASS
+
+# recorded name of a hyper-parameter -> option of the method or of the adapter
+OPTIONS = {
+    "adam_betas": "betas",
+    "affinity": "affinity",
+    "alignment_weight": "alignment",
+    "alpha": "alpha",
+    "alpha_lr": "lr_noise",
+    "alpha_momentum": "momentum_noise",
+    "anchor_threshold": "threshold",
+    "batch_size": "batch_size",
+    "beta": "beta",
+    "bound_lambda": "weight",
+    "class_indices": "classes",
+    "d_margin": "redundancy",
+    "dct_lr": "lr_generator",
+    "dot_momentum": "decay",
+    "e_margin": "margin",
+    "ema_momentum": "decay",
+    "entropy_weight": "entropy_weight",
+    "eta": "eta",
+    "filter_k": "supports_per_class",
+    "fisher_alpha": "fisher_weight",
+    "fitness_lambda": "discrepancy",
+    "force_symmetry": "symmetric",
+    "freq_mask_ratio": "dropped_frequencies",
+    "full_moments": "moments",
+    "gamma": "gamma",
+    "knn": "neighbours",
+    "lambda1": "moment_weight",
+    "lambda2": "class_weight",
+    "lambda_t": "lambda_t",
+    "lambda_u": "lambda_u",
+    "leak_optimizer_state": "leak_optimizer_state",
+    "low_frequency_fraction": "low_frequencies",
+    "lr": "lr",
+    "margin_e0": "margin",
+    "max_grad_norm": "clip",
+    "max_steps": "max_iterations",
+    "memory_size": "memory",
+    "momentum": "momentum",
+    "momentum_probs": "decay",
+    "momentum_src": "source_momentum",
+    "n_augmentations": "views",
+    "n_views": "views",
+    "nesterov": "nesterov",
+    "niter": "iterations",
+    "noise_ratio": "noise",
+    "nu": "nu",
+    "num_neighbors": "neighbours",
+    "num_prompts": "prompts",
+    "patch_len": "grid",
+    "plpd_threshold": "threshold",
+    "population": "population",
+    "predictor_lr": "lr_predictor",
+    "probs_momentum": "decay",
+    "q": "q",
+    "queue_size": "queue",
+    "refine_after": "refine_after",
+    "reset_constant": "recovery",
+    "reset_period": "period",
+    "restore_prob": "restore",
+    "reweight_ent": "entropy_weight",
+    "reweight_plpd": "plpd_weight",
+    "rho": "rho",
+    "teacher_momentum": "teacher_momentum",
+    "temperature": "temperature",
+    "update_frequency": "every",
+    "weight_decay": "weight_decay",
+    "weight_margin": "weight_margin",
+}
+# hyper-parameters that our implementations have no choice about, and the only value that fits them
+FIXED = {
+    "class_moments": 1,
+    "distance": "cosine",
+    "episodic": False,
+    "steps": 1,
+    "uncertainty_mass": COME_MASS,
+    "value_range": 2.0,
+}
+DESCRIPTIONS = {"optimizer", "n_generator_blocks", "fisher_batch_size", "hidden", "params"}  # prose; implied by the tensors
+TRACE_TOLERANCE = 1e-5
+
+
+class Recording:
+    """One golden file."""
+
+    def __init__(self, path: str | Path) -> None:
+        with safe_open(str(path), "pt") as file:
+            self.tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
+        self.case = metadata.get("case", Path(path).stem)
+        self.method = metadata.get("method", "unknown")
+        self.hyper: dict[str, Any] = json.loads(metadata.get("hyper", "{}"))
+        self.model_kwargs: dict[str, Any] = json.loads(metadata.get("model_kwargs", "{}"))
+        self.tolerance_logits = float(metadata.get("tolerance_logits", "nan"))  # nothing is within NaN
+        self.tolerance_final = float(metadata.get("tolerance_final", "nan").split()[0])  # words may follow
+
+    def group(self, prefix: str) -> dict[str, Tensor]:
+        return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
+
+    def batches(self) -> Iterable[tuple[int, Tensor, Tensor]]:
+        for t in range(len(self.group("x/"))):
+            yield t, self.tensors[f"x/{t}"], self.tensors[f"logits/{t}"]
+
+    def model(self) -> nn.Module:
+        model = VisionTransformer(**self.model_kwargs)
+        model.load_state_dict(self.group("model/"))
+        return model
+
+    def options(self) -> dict[str, Any]:
+        """Every hyper-parameter of the file as an option; one that cannot be honoured is an error."""
+        options: dict[str, Any] = {}
+        for name, value in self.hyper.items():
+            if name in OPTIONS:
+                options[OPTIONS[name]] = value
+            elif name == "returns" and str(value).startswith("pre-update"):
+                continue
+            elif name not in DESCRIPTIONS and FIXED.get(name) != value:
+                raise ValueError(f"hyper-parameter {name}={value!r} is not supported")
+        return options
+
+
+@dataclass
+class Result:
+    """How far a replay was from its recording."""
+
+    case: str
+    logits: float = 0.0
+    parameters: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    levels: dict[str, str] = field(default_factory=dict)  # of a recording of corruptions: how far each was off
+
+    def compare(self, what: str, ours: Tensor, recorded: Tensor, tolerance: float) -> float:
+        """Largest deviation; beyond the tolerance it is a problem. NaN matches NaN."""
+        ours, recorded = ours.detach().double(), recorded.double()
+        if ours.shape != recorded.shape or not torch.equal(ours.isnan(), recorded.isnan()):
+            self.problems.append(f"{what}: shape or NaN pattern differs")
+            return math.inf
+        error = float((ours - recorded).nan_to_num().abs().max()) if ours.numel() else 0.0
+        if not error <= tolerance:
+            self.problems.append(f"{what}: off by {error:.1e}, tolerance {tolerance:.0e}")
+        return error
+
+    def __str__(self) -> str:
+        verdict = "pass" if not self.problems else f"FAIL  {'; '.join(self.problems[:3])}"
+        if self.levels:
+            return f"{self.case:<20} grey levels off: {', '.join(f'{k} {v}' for k, v in self.levels.items())}  {verdict}"
+        return f"{self.case:<20} logits {self.logits:.1e}  parameters {self.parameters:.1e}  {verdict}"
+
+
+Replay = Callable[[Recording], Result]
+REPLAYS: dict[str, Replay] = {}
+
+
+def replays(*methods: str) -> Callable[[Replay], Replay]:
+    """Decorator: this function replays recordings of these methods, as their header names them."""
+
+    def decorate(function: Replay) -> Replay:
+        REPLAYS.update(dict.fromkeys(methods, function))
+        return function
+
+    return decorate
+
+
+def run(
+    recording: Recording,
+    method: str | type[Method],
+    final: Callable[[Adapter], dict[str, Tensor]] | None = None,
+    observe: Callable[[Adapter, Tensor], dict[str, Any]] = lambda adapter, logits: {},
+    returned: Callable[[Tensor], Tensor] = lambda logits: logits,
+    *,
+    trace_tolerance: float = TRACE_TOLERANCE,
+    **more: Any,
+) -> Result:
+    """Feed the recorded batches to an adapter and compare logits, per-step traces and final tensors.
+
+    Args:
+        recording: What to repeat.
+        method: Which of ours, by name or as a class that has the recorded random parts.
+        final: What to compare at the end; by default the model's adapted parameters and their momentum.
+        observe: Further traces, or other values of the usual ones, after a step that returned these logits.
+        returned: From our logits to what the reference returns instead of them.
+        trace_tolerance: How far a per-step number may be off.
+        **more: Options that are not in the recording's header.
+    """
+    result = Result(recording.case)
+    options = recording.options()
+    if "batch_size" not in find(method).options():
+        options.pop("batch_size", None)  # where no default depends on it, the batches themselves say it
+    adapter = adapt(recording.model(), method, reference=True, **options, **more)
+    margin = recording.hyper.get("margin_e0", recording.hyper.get("e_margin", math.inf))
+    trace: dict[str, list[Any]] = {}
+    for t, images, expected in recording.batches():
+        logits = adapter(images)
+        error = result.compare(f"logits of step {t}", returned(logits), expected, recording.tolerance_logits)
+        result.logits = max(result.logits, error)
+        record = adapter.record
+        assert record is not None
+        row = {
+            "entropy_1": entropy(logits),
+            "n_selected_2": record.used,
+            "loss": math.nan if record.loss is None else record.loss,
+            "ema": math.nan if record.recovery is None else record.recovery,
+            "reset": int(record.event == "recovered"),
+            **observe(adapter, logits),
+        }
+        h = row["entropy_1"].tolist()
+        row["n_selected_1"] = sum(value < margin for value in h)
+        row["entropy_1"] = h + [math.nan] * (len(recording.tensors["x/0"]) - len(h))  # a short last batch
+        for name, value in row.items():
+            trace.setdefault(name, []).append(value)
+    for name, expected in recording.group("trace/").items():
+        if name in trace:  # entropy_2, inside the second pass, is not something an adapter reports
+            tolerance = recording.tolerance_logits if name == "entropy_1" else trace_tolerance
+            result.compare(f"trace {name}", torch.tensor(trace[name], dtype=torch.float64), expected, tolerance)
+    adapted, recorded = (final or adapted_parameters)(adapter), recording.group("final/")
+    momentum = any(name.startswith("momentum.") for name in recorded)
+    adapted = {name: t for name, t in adapted.items() if momentum or not name.startswith("momentum.")}
+    if adapted.keys() != recorded.keys():
+        result.problems.append(f"adapted tensors differ: {', '.join(sorted(adapted.keys() ^ recorded.keys())[:3])}")
+    for name in adapted.keys() & recorded.keys():
+        error = result.compare(name, adapted[name], recorded[name], recording.tolerance_final)
+        result.parameters = max(result.parameters, error)
+    return result
+
+
+def adapted_parameters(adapter: Adapter) -> dict[str, Tensor]:
+    """The model's adapted parameters and their momentum buffers, under timm's names."""
+    final: dict[str, Tensor] = {}
+    for name, p in adapter.engine.named.items():
+        if name.startswith("model/"):
+            note(final, adapter, name.removeprefix("model/"), p)
+    return final
+
+
+def note(final: dict[str, Tensor], adapter: Adapter, name: str, *parts: nn.Parameter) -> None:
+    """Note a recorded tensor, which may be in several parts here, and its momentum."""
+    optimizer = adapter.engine.optimizer
+    assert optimizer is not None
+    final[name] = torch.cat([p.detach() for p in parts])
+    momenta = [optimizer.state[p].get("momentum_buffer") for p in parts]
+    final[f"momentum.{name}"] = torch.cat([torch.zeros_like(p) if m is None else m for p, m in zip(parts, momenta)])
+
+
+def replay(path: str | Path) -> Result:
+    """Replay one file. Whatever goes wrong is a problem in the result."""
+    try:
+        recording = Recording(path)
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        return Result(Path(path).stem, math.nan, math.nan, [f"not a readable recording: {error!r}"])
+    again = REPLAYS.get(recording.method)
+    if again is None:
+        return Result(recording.case, math.nan, math.nan, [f"unknown method {recording.method!r}"])
+    try:
+        return again(recording)
+    except Exception as error:  # whatever goes wrong in one file must not keep the others from being replayed
+        return Result(recording.case, math.nan, math.nan, [f"{type(error).__name__}: {error}"])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m acclimate.testing.replay", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("files", nargs="+", metavar="FILE", help="recordings (.safetensors)")
+    failed = 0
+    for path in parser.parse_args(arguments).files:
+        result = replay(path)
+        failed += bool(result.problems)
+        print(result, flush=True)
+    return int(failed > 0)
+
+
+for _module in pkgutil.iter_modules(__path__):
+    if _module.name != "__main__":
+        import_module(f"{__name__}.{_module.name}")  # each registers what it replays

@@ -1,0 +1,32 @@
+"""Methods that adjust predictions beside the model, and change nothing inside it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...core.adapter import Adapter
+from ...methods.t3a import T3A
+from . import Recording, Result, replays, run
+
+
+@replays("T3A")
+def _t3a(recording: Recording) -> Result:
+    return run(recording, "t3a", _bank)
+
+
+def _bank(adapter: Adapter) -> dict[str, Tensor]:
+    """The filled places, by class and then by entropy."""
+    method = adapter.method
+    assert isinstance(method, T3A)
+    filled = method.entropies.isfinite()
+    return {
+        "supports": method.supports[filled],
+        "entropies": method.entropies[filled],
+        "labels": filled.nonzero()[:, 0],
+    }
+
+
+@replays("LAME")
+def _lame(recording: Recording) -> Result:
+    recording.hyper["affinity"] = recording.hyper["affinity"].lower()
+    return run(recording, "lame", lambda _: {}, returned=Tensor.exp)

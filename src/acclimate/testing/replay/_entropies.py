@@ -1,0 +1,82 @@
+"""Methods that minimise an entropy and have no random part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ...core.adapter import Adapter
+from ...core.statistics import source_statistics
+from ...methods._losses import COME_MASS, opinion_entropy
+from ...methods.delta import DELTA
+from ...methods.eta import ETA
+from . import Recording, Result, replays, run
+
+
+@replays("SAR")
+def _sar(recording: Recording) -> Result:
+    return run(recording, "sar")
+
+
+@replays("TENT (LayerNorm)")
+def _tent(recording: Recording) -> Result:
+    return run(recording, "tent")
+
+
+@replays("ETA (EATA without Fisher)")
+def _eta(recording: Recording) -> Result:
+    return run(recording, "eta", observe=_average)
+
+
+@replays("RDumb")
+def _rdumb(recording: Recording) -> Result:
+    return run(recording, "rdumb", observe=_average)
+
+
+@replays("EATA")
+def _eata(recording: Recording) -> Result:
+    """With the Fisher information that we compute from the recorded images, which has to be the recorded one."""
+    images, size = recording.tensors["extra/source_images"], recording.hyper["fisher_batch_size"]
+    statistics = source_statistics(recording.model(), images, kinds=["fisher"], batch_size=size, samples=len(images))
+    result = run(recording, "eata", observe=_average, source=statistics)
+    recorded, ours = recording.group("extra/fisher."), statistics.of("fisher")
+    if recorded.keys() != ours.keys():
+        result.problems.append("the Fisher information is of other parameters")
+    for name in recorded.keys() & ours.keys():
+        result.compare(f"Fisher information of {name}", ours[name], recorded[name], recording.tolerance_final)
+    return result
+
+
+@replays("COME-TENT")
+def _come_tent(recording: Recording) -> Result:
+    return run(recording, "tent", observe=_opinion, loss="come")
+
+
+@replays("COME-SAR")
+def _come_sar(recording: Recording) -> Result:
+    return run(recording, "sar", observe=_opinion, loss="come")
+
+
+@replays("COME-ETA")
+def _come_eta(recording: Recording) -> Result:
+    return run(recording, "eta", observe=lambda *what: _average(*what) | _opinion(*what), loss="come")
+
+
+def _opinion(adapter: Adapter, logits: Tensor) -> dict[str, Any]:
+    return {"entropy_1": opinion_entropy(logits, COME_MASS)}
+
+
+@replays("DELTA (DOT only, LayerNorm)")
+def _delta(recording: Recording) -> Result:
+    return run(recording, "delta", observe=_shares)
+
+
+def _shares(adapter: Adapter, logits: Tensor) -> dict[str, Any]:
+    assert isinstance(adapter.method, DELTA)
+    return {"qhat": adapter.method.shares.tolist()}
+
+
+def _average(adapter: Adapter, logits: Tensor) -> dict[str, Any]:
+    assert isinstance(adapter.method, ETA)
+    return {"model_probs": adapter.method.average.tolist()}

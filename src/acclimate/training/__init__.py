@@ -1,0 +1,1 @@
+"""Train a source model, resumable."""

@@ -1,0 +1,388 @@
+"""The adapter: what a user calls, what can go wrong, and that nothing is lost when it does."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import acclimate
+from acclimate.core.engine import entropy
+from acclimate.errors import ConfigError, InputError, ModelError, NonFiniteError, StateError
+from acclimate.testing.check import same, tiny_batches, tiny_vit
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (torch.zeros(0, 3, 32, 32), "empty"),
+        (torch.zeros(3, 32, 32), r"images\[None\]"),
+        (torch.zeros(2, 1, 32, 32), r"\(batch, 3, 32, 32\), got \(2, 1, 32, 32\)"),
+        (torch.zeros(2, 3, 16, 16), r"got \(2, 3, 16, 16\)"),
+        (torch.zeros(2, 3, 32, 32, dtype=torch.uint8), "integer type torch.uint8"),
+        (torch.full((2, 3, 32, 32), torch.nan), "NaN or Inf in image 0, 1"),
+        ([[1.0]], "must be a torch.Tensor, not list"),
+    ],
+    ids=["empty", "rank", "channels", "size", "integer", "nan", "list"],
+)
+def test_bad_images_are_refused_and_nothing_changes(images, message, batches):
+    model = acclimate.adapt(tiny_vit(), "dct")
+    model(batches[0])
+    before, record = model._capture(), model.record
+    with pytest.raises(InputError, match=message):
+        model(images)
+    with pytest.raises(InputError, match=message), model.frozen():
+        model(images)
+    same(model._capture(), before, "after bad images")
+    assert model.record is record
+
+
+def test_a_wrapped_model_is_not_wrapped_again():
+    plain = tiny_vit()
+    model = acclimate.adapt(plain, "tent")
+    for again in (model, plain):
+        with pytest.raises(ModelError, match="wrapped already"):
+            acclimate.adapt(again, "sar")
+    assert acclimate.adapt(model.unwrap(), "sar").method.name == "sar"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(method="dtc"), "Did you mean 'dct'"),
+        (dict(method="dct", lr_generater=1), "no option 'lr_generater'. Did you mean 'lr_generator'"),
+        (dict(method="tent", margin=1), "tent has no option 'margin'"),
+        (dict(method="tent", predict="now"), "predict='now'"),
+        (dict(method="tent", classes=[0, 10]), "classes: give distinct indices from 0 to 9"),
+        (dict(method="tent", classes=[1, 1]), "distinct"),
+        (dict(method="tent", classes=[True, False]), "boolean mask of length 10"),
+        (dict(method="tent", classes=[]), "distinct"),
+        (dict(method="dct", blocks=9), "blocks=9"),
+        (dict(method="dct", precision="float8"), "precision='float8'"),
+    ],
+)
+def test_bad_arguments_leave_the_model_untouched(arguments, message):
+    model = tiny_vit().train()
+    modules, weights = dict(model.named_modules()), {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(ConfigError, match=message):
+        acclimate.adapt(model, **arguments)
+    assert dict(model.named_modules()) == modules
+    same(dict(model.state_dict()), weights, "after a bad argument")
+    assert model.training and all(p.requires_grad for p in model.parameters())
+    acclimate.adapt(model, "dct")  # not marked as wrapped
+
+
+def test_nothing_to_adapt_is_an_error():
+    model = tiny_vit()
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.weight = module.bias = None
+            module.elementwise_affine = False
+    for method in ("tent", "sar", "dct"):
+        with pytest.raises(ModelError, match=r"Nothing to adapt.*LayerNorm"):
+            acclimate.adapt(model, method)
+
+
+def test_record_tells_what_happened(batches):
+    model = acclimate.adapt(tiny_vit(), "dct")
+    assert model.record is None
+    with model.frozen():
+        h = entropy(model(batches[0]))
+    model(batches[0])
+    record = model.record
+    assert (record.step, record.samples) == (1, 6)
+    assert record.entropy == pytest.approx(float(h.mean()), rel=1e-4)
+    assert 0 < record.used <= int((h < 0.4 * torch.tensor(10).log()).sum())
+    assert record.loss == record.recovery > 0
+    assert 0 < record.drift < 1 and record.event is None and record.milliseconds > 0
+    model.reset()
+    assert model.record is None
+
+
+def test_predict_before_and_after(batches):
+    before, after = (acclimate.adapt(tiny_vit(), "tent", lr=0.01, predict=when) for when in ("before", "after"))
+    with before.frozen():
+        expected = before(batches[0])
+    assert torch.equal(before(batches[0]), expected)
+    with before.frozen():
+        expected = before(batches[0])
+    assert torch.equal(after(batches[0]), expected)
+
+
+def test_class_subset_by_indices_or_mask(batches):
+    mask = torch.zeros(10, dtype=torch.bool)
+    mask[[2, 5, 9]] = True
+    runs = [acclimate.adapt(tiny_vit(), "dct", classes=classes) for classes in ([2, 5, 9], mask, mask.tolist())]
+    for images in batches:
+        logits = [run(images) for run in runs]
+        assert logits[0].shape == (6, 3)
+        assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+
+
+def test_rollback_needs_a_snapshot_of_this_adapter(batches):
+    model = acclimate.adapt(tiny_vit(), "dct")
+    with pytest.raises(StateError, match="no snapshot"):
+        model.rollback()
+    first = model.snapshot()
+    model(batches[0])
+    model.snapshot()
+    model(batches[1])
+    model.rollback()
+    assert int(model.steps) == 1
+    model.rollback(first)
+    assert int(model.steps) == 0
+    before = model._capture()
+    with pytest.raises(StateError, match="does not fit"):
+        model.rollback(acclimate.adapt(tiny_vit(), "tent").snapshot())
+    same(model._capture(), before, "after a foreign snapshot")
+    assert "step 0" in repr(first)
+
+
+def test_an_unwrapped_adapter_says_so(batches):
+    model = acclimate.adapt(tiny_vit(), "dct")
+    model.unwrap()
+    for call in (lambda: model(batches[0]), model.reset, model.snapshot, model.unwrap):
+        with pytest.raises(StateError, match="unwrapped"):
+            call()
+
+
+def test_an_error_inside_a_step_leaves_the_state_as_it_was(batches, monkeypatch):
+    """Also in the middle of the sharpness-aware step, and in the very first step."""
+    for steps in (0, 2):
+        model = acclimate.adapt(tiny_vit(), "dct", guard=None)
+        for images in batches[:steps]:
+            model(images)
+        before = model._capture()
+        calls = []
+        original = model.engine.gradient
+
+        def failing(images, objective, calls=calls, original=original, **options):
+            calls.append(1)
+            if len(calls) == 2:
+                raise NonFiniteError("boom")
+            return original(images, objective, **options)
+
+        with monkeypatch.context() as patch, pytest.raises(NonFiniteError):
+            patch.setattr(model.engine, "gradient", failing)
+            model(batches[3])
+        same(model._capture(), before, "after an error")
+        assert all(p.grad is None for p in model.engine.parameters)
+
+
+def test_threads_take_their_steps_one_after_another():
+    """Whatever the order, every step is whole: the state is that of the same batches in some sequence."""
+    batches = tiny_batches(12, 4, seed=8)
+    model = acclimate.adapt(tiny_vit(), "dct", lr=0.01)
+    order, results, lock = [], {}, threading.Lock()
+    step = model.method.step
+
+    def noting(images, engine):
+        index = next(i for i, b in enumerate(batches) if torch.equal(b, images))
+        order.append(index)
+        return step(images, engine)
+
+    model.method.step = noting
+
+    def work(indices):
+        for i in indices:
+            logits = model(batches[i])
+            with lock:
+                results[i] = logits
+
+    threads = [threading.Thread(target=work, args=(range(k, 12, 4),)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(order) == list(range(12)) and int(model.steps) == 12
+    alone = acclimate.adapt(tiny_vit(), "dct", lr=0.01)
+    for i in order:
+        assert torch.equal(alone(batches[i]), results[i])
+    same(alone._capture(), model._capture(), "threads")
+
+
+def test_frozen_holds_for_one_thread_only(batches):
+    model = acclimate.adapt(tiny_vit(), "dct")
+    with model.frozen():
+        other = threading.Thread(target=model, args=(batches[0],))
+        other.start()
+        other.join()
+        assert int(model.steps) == 1
+        model(batches[1])
+        assert int(model.steps) == 1
+
+
+def test_deepcopy_is_independent(batches):
+    model = acclimate.adapt(tiny_vit(), "dct")
+    model(batches[0])
+    twin = copy.deepcopy(model)
+    expected = [twin(images) for images in batches[1:]]
+    assert int(model.steps) == 1
+    for images, logits in zip(batches[1:], expected):
+        assert torch.equal(model(images), logits)
+    same(twin._capture(), model._capture(), "deepcopy")
+    with pytest.raises(ModelError, match="wrapped already"):
+        acclimate.adapt(twin.model, "tent")
+
+
+def test_conversion_takes_everything_along(batches):
+    """`to` reaches the optimizer and the source values; the run goes on and can be reset."""
+    model = acclimate.adapt(tiny_vit(), "dct", lr=0.01)
+    model(batches[0])
+    model.to(torch.float64)
+    logits = model(batches[1])  # images follow the model's type
+    assert logits.isfinite().all()
+    assert {p.dtype for p in model.engine.source} == {torch.float64}
+    assert all(v.dtype == torch.float64 for s in model.engine.optimizer.state.values() for v in s.values())
+    model.reset()
+    assert model.engine.drift() == 0
+
+
+def test_a_copy_of_a_compiled_adapter_runs_its_own_model(batches):
+    model = acclimate.adapt(tiny_vit(), "tent", compile="eager")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.model.norm.weight.zero_()
+    with model.frozen(), twin.frozen():
+        assert not torch.allclose(model(batches[0]), twin(batches[0]))
+
+
+def test_the_callers_autocast_does_not_reach_inside(batches):
+    plain, inside = (acclimate.adapt(tiny_vit(), "dct", precision="bfloat16", lr_generator=1.0) for _ in range(2))
+    for images in batches:
+        expected = plain(images[:1])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(inside(images[:1]), expected)
+
+
+def test_inference_mode_may_hold_around_everything(batches, tmp_path):
+    """Not around calls alone: wrapping, snapshots, files and resets leave tensors that can be trained."""
+    outside = acclimate.adapt(tiny_vit(), "dct")
+    model = tiny_vit()
+    with torch.inference_mode():
+        inside = acclimate.adapt(model, "dct")
+        for adapter in (outside, inside):
+            adapter(batches[0])
+            adapter.snapshot()
+            adapter(batches[1])
+            adapter.rollback()
+            adapter.save(tmp_path / "s.safetensors")
+            adapter.reset()
+            adapter.load(tmp_path / "s.safetensors")
+    source = tiny_vit()
+    with torch.inference_mode():
+        loaded = acclimate.load(tmp_path / "s.safetensors", source)
+    expected = [outside(images) for images in batches]
+    for adapter in (inside, loaded):
+        for images, logits in zip(batches, expected):
+            assert torch.equal(adapter(images), logits)
+
+
+def test_a_failing_pass_after_the_update_undoes_it(batches, monkeypatch):
+    model = acclimate.adapt(tiny_vit(), "dct", predict="after")
+    model(batches[0])
+    before = model._capture()
+
+    def fail(images):
+        raise MemoryError
+
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(model.engine, "predict", fail)
+        model(batches[1])
+    same(model._capture(), before, "after a failed pass")
+
+
+def test_samples_that_interact_take_part_in_the_second_pass(batches):
+    """SAR on a model with batch statistics, against the whole-batch form."""
+
+    def build():
+        model = tiny_vit()
+        model.patch_embed.proj = nn.Sequential(model.patch_embed.proj, nn.BatchNorm2d(32, track_running_stats=False))
+        return model
+
+    plain = build().requires_grad_(False)
+    parameters = [p for n, p in plain.named_parameters() if n.startswith(("blocks.0.n", "blocks.1.n", "blocks.2.n"))]
+    for p in parameters:
+        p.requires_grad_(True)
+    images = torch.cat(batches)
+    h = entropy(plain(images))
+    margin = float(h.detach().sort().values[9:11].mean())
+    first = torch.autograd.grad(h[h < margin].mean(), parameters)
+    norm = torch.stack([g.norm() for g in first]).norm()
+    before = [p.detach().clone() for p in parameters]
+    with torch.no_grad():
+        for p, g in zip(parameters, first):
+            p.add_(0.05 * g / norm)
+    again = entropy(plain(images))[h < margin]
+    second = torch.autograd.grad(again[again < margin].mean(), parameters)
+    model = acclimate.adapt(build(), "sar", lr=0.5, margin=margin, recovery=0)
+    model(images)
+    for ours, p, g in zip(model.engine.parameters, before, second):
+        torch.testing.assert_close(ours.detach(), p - 0.5 * g, atol=1e-5, rtol=1e-4)
+
+
+def test_an_unregistered_subclass_is_not_saved_under_its_parents_name(batches, tmp_path):
+    class Mine(acclimate.core.method.find("dct")):
+        pass
+
+    with pytest.raises(StateError, match="Mine is not registered"):
+        acclimate.adapt(tiny_vit(), Mine).save(tmp_path / "s.safetensors")
+
+
+def test_options_are_given_by_keyword():
+    with pytest.raises(ConfigError, match=r"put a \* before lr"):
+
+        @acclimate.register("loose")
+        class Loose(acclimate.Method):
+            def __init__(self, lr=1):
+                super().__init__()
+
+
+def test_train_and_eval_do_not_reach_the_model(batches):
+    model = acclimate.adapt(tiny_vit(), "tent")
+    model.train()
+    assert model.training and not model.model.training
+    assert not model.eval().training
+
+
+def test_batchnorm_in_training_mode_is_evaluated(batches):
+    """A model handed over in training mode is put into evaluation mode first, so its samples do not interact."""
+    model = tiny_vit()
+    model.patch_embed.proj = nn.Sequential(model.patch_embed.proj, nn.BatchNorm2d(32))
+    statistics = {name: t.clone() for name, t in model.named_buffers()}
+    source = acclimate.adapt(copy.deepcopy(model).train(), "source")
+    alone = torch.cat([source(image[None]) for image in batches[0]])
+    adapter = acclimate.adapt(model.train(), "tent")
+    torch.testing.assert_close(adapter(batches[0]), alone, atol=1e-5, rtol=1e-5)
+    same(dict(adapter.unwrap().named_buffers()), statistics, "running statistics")
+    assert model.training
+
+
+def test_repr_is_short_and_true(batches):
+    model = acclimate.adapt(tiny_vit(), "sar")
+    model(batches[0])
+    assert "384 parameters adapt; step 1" in repr(model)
+    assert "timm VisionTransformer, 4 blocks" in repr(model)
+
+
+def test_a_class_can_be_given_instead_of_a_name(batches):
+    class Mine(acclimate.Method):
+        def step(self, images, engine):
+            return acclimate.Step(engine.predict(images) + 1)
+
+    model = acclimate.adapt(tiny_vit(), Mine)
+    with torch.no_grad():
+        torch.testing.assert_close(model(batches[0]), tiny_vit()(batches[0]) + 1, atol=1e-5, rtol=1e-5)
+    with pytest.raises(StateError, match="register"):
+        model.save("never.safetensors")
+
+
+def test_a_name_belongs_to_one_method():
+    with pytest.raises(ConfigError, match="registered already"):
+
+        @acclimate.register("dct")
+        class Other(acclimate.Method):
+            pass

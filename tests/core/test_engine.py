@@ -1,0 +1,242 @@
+"""The engine's passes equal the whole-batch form, for any micro-batch size and any selection."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+import acclimate
+from acclimate.core.engine import Engine, _pool, entropy, global_norm
+from acclimate.errors import ConfigError, NonFiniteError
+from acclimate.models.families import view
+from acclimate.models.view import parameters_of
+from acclimate.testing.check import tiny_batches, tiny_vit
+
+
+def engine_on(model, **options) -> Engine:
+    model.eval().requires_grad_(False)
+    vit = view(model)
+    names = {p: name for name, p in model.named_parameters()}
+    parameters = parameters_of(norm for block in vit.blocks[:3] for norm in block.norms)
+    for p in parameters:
+        p.requires_grad_(True)
+    vit.shorten()
+    return Engine(vit, {names[p]: p for p in parameters}, rng=torch.Generator(), **options)
+
+
+def below(margin):
+    def objective(logits):
+        h = entropy(logits)
+        return h, h.detach() < margin
+
+    return objective
+
+
+def gradients(engine):
+    return {name: p.grad for name, p in engine.named.items()}
+
+
+def whole_batch(images, margin):
+    """The same, as one would write it first, on a model that nobody has touched."""
+    model = tiny_vit().requires_grad_(False)
+    parameters = {
+        n: p for n, p in model.named_parameters() if "norm" in n and n.startswith(("blocks.0", "blocks.1", "blocks.2"))
+    }
+    for p in parameters.values():
+        p.requires_grad_(True)
+    logits = model(images)
+    h = entropy(logits)
+    keep = h < margin
+    if keep.any():
+        h[keep].mean().backward()
+    return logits.detach(), keep, {name: p.grad for name, p in parameters.items()}
+
+
+@given(
+    size=st.integers(1, 9),
+    micro_batch=st.integers(1, 10),
+    margin=st.sampled_from([0.0, 0.6, 0.9, 1.4, 9.0]),
+    seed=st.integers(0, 3),
+)
+def test_micro_batches_equal_the_whole_batch(size, micro_batch, margin, seed):
+    images = tiny_batches(1, size, seed)[0]
+    engine = engine_on(tiny_vit(), micro_batch=micro_batch)
+    sweep = engine.gradient(images, below(margin))
+    logits, keep, expected = whole_batch(images, margin)
+    torch.testing.assert_close(sweep.logits, logits, atol=1e-5, rtol=1e-5)
+    assert torch.equal(sweep.kept, keep)
+    assert gradients(engine).keys() == expected.keys()
+    for name, gradient in gradients(engine).items():
+        if expected[name] is None:
+            assert gradient is None
+        else:
+            torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4)
+
+
+@given(size=st.integers(1, 9), micro_batch=st.integers(1, 10))
+def test_predict_equals_the_model(size, micro_batch):
+    images = tiny_batches(1, size)[0]
+    with torch.no_grad():
+        expected = tiny_vit()(images)
+    torch.testing.assert_close(
+        engine_on(tiny_vit(), micro_batch=micro_batch).predict(images), expected, atol=1e-5, rtol=1e-5
+    )
+
+
+def count_backward(engine, images, margin):
+    """How many samples a gradient sweep forwards, and how many it passes backward."""
+    counts = {"forward": 0, "backward": 0}
+
+    def hook(module, args, output):
+        counts["forward"] += len(output)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: counts.__setitem__("backward", counts["backward"] + len(gradient)))
+
+    handle = engine.vit.head.register_forward_hook(hook)
+    kept = engine.gradient(images, below(margin)).used
+    handle.remove()
+    return counts, kept
+
+
+def test_rejected_samples_are_not_passed_backward():
+    images = tiny_batches(1, 8)[0]
+    engine = engine_on(tiny_vit(), micro_batch=1)
+    h = [0.0, *entropy(engine.predict(images)).sort().values.tolist(), math.inf]
+    for kept in (0, 1, 4, 8):
+        margin = (h[kept] + h[kept + 1]) / 2
+        assert count_backward(engine, images, margin) == ({"forward": 8, "backward": kept}, kept)
+    # where few of a larger micro-batch are kept, these are passed again on their own
+    engine = engine_on(tiny_vit(), micro_batch=8)
+    assert count_backward(engine, images, (h[2] + h[3]) / 2) == ({"forward": 10, "backward": 2}, 2)
+
+
+def test_no_more_than_a_micro_batch_is_passed_at_once():
+    seen = []
+    engine = engine_on(tiny_vit(), micro_batch=3)
+    engine.vit.head.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    engine.gradient(tiny_batches(1, 8)[0], below(math.inf))
+    assert sorted(seen) == [2, 3, 3]
+
+
+def test_samples_that_interact_are_passed_whole():
+    torch.manual_seed(0)
+    model = VisionTransformer(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2, num_classes=10)
+    model.patch_embed.proj = nn.Sequential(model.patch_embed.proj, nn.BatchNorm2d(32, track_running_stats=False))
+    for p in model.head.parameters():
+        nn.init.normal_(p, std=0.5)
+    images = tiny_batches(1, 8)[0]
+    with torch.no_grad():
+        expected = model.eval()(images)
+    engine = engine_on(model, micro_batch=2)
+    sweep = engine.gradient(images, below(float(entropy(expected).sort().values[2:4].mean())))
+    assert sweep.used == 3  # so few that independent samples would have been passed again on their own
+    torch.testing.assert_close(sweep.logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_perturbed_stands_at_the_radius_and_comes_back():
+    engine = engine_on(tiny_vit())
+    before = [p.detach().clone() for p in engine.parameters]
+    engine.gradient(tiny_batches(1)[0], below(math.inf))
+    gradient = [p.grad.clone() for p in engine.parameters]
+    with engine.perturbed(0.05):
+        moved = [p.detach() - b for p, b in zip(engine.parameters, before)]
+        assert float(global_norm(moved)) == pytest.approx(0.05, rel=1e-3)
+        cosine = sum(float((m * g).sum()) for m, g in zip(moved, gradient)) / float(
+            global_norm(moved) * global_norm(gradient)
+        )
+        assert cosine == pytest.approx(1, abs=1e-3)
+    assert all(torch.equal(p, b) for p, b in zip(engine.parameters, before))
+    with pytest.raises(KeyboardInterrupt), engine.perturbed(0.05):
+        raise KeyboardInterrupt
+    assert all(torch.equal(p, b) for p, b in zip(engine.parameters, before))
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    engine = engine_on(tiny_vit())
+    with pytest.raises(NonFiniteError):
+        engine.gradient(tiny_batches(1)[0], lambda z: (z.sum(1) * math.inf, torch.ones(len(z), dtype=torch.bool)))
+    assert all(p.grad is None for p in engine.parameters)
+
+
+def test_classes_are_masked_before_the_softmax():
+    images = tiny_batches(1)[0]
+    engine = engine_on(tiny_vit(), classes=[7, 1, 4])
+    full = engine_on(tiny_vit()).predict(images)
+    torch.testing.assert_close(engine.predict(images), full[:, [7, 1, 4]])
+    assert engine.num_classes == 3
+    sweep = engine.gradient(images, below(math.inf))
+    torch.testing.assert_close(sweep.losses, entropy(full[:, [7, 1, 4]]), atol=1e-5, rtol=1e-5)
+
+
+def test_drift_is_relative_to_the_source():
+    engine = engine_on(tiny_vit())
+    assert engine.drift() == 0
+    with torch.no_grad():
+        for p in engine.parameters:
+            p.mul_(1.5)
+    assert engine.drift() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_entropy_of_extreme_logits():
+    assert entropy(torch.zeros(1, 8)).item() == pytest.approx(math.log(8))
+    assert entropy(torch.tensor([[1e4, 0.0, 0.0]])).item() == 0
+
+
+@pytest.mark.parametrize("options", [{"precision": "int8"}, {"micro_batch": 0}, {"micro_batch": 2.5}])
+def test_impossible_options_are_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        engine_on(tiny_vit(), **options)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_autocast_stays_close_to_float32(precision, batches):
+    exact = acclimate.adapt(tiny_vit(), "dct")
+    fast = acclimate.adapt(tiny_vit(), "dct", precision=precision)
+    for images in batches:
+        expected, logits = exact(images), fast(images)
+        assert logits.dtype == torch.float32
+        assert float((logits - expected).abs().mean()) < 0.15 * float(expected.abs().mean())
+    assert all(p.dtype == torch.float32 for p in fast.engine.parameters)
+    assert fast.engine.drift() > 0
+
+
+def test_float16_overflow_halves_the_loss_scale_and_skips(batches):
+    model = acclimate.adapt(tiny_vit(), "tent", precision="float16")
+    model(batches[0])
+    before = {name: p.clone() for name, p in model.engine.named.items()}
+    model.engine.loss_scale.fill_(2.0**120)
+    model(batches[1])
+    assert model.record.event.startswith("skipped")
+    assert float(model.engine.loss_scale) == 2.0**119
+    model.engine.loss_scale.fill_(1.0)
+    model(batches[2])
+    assert model.record.event is None and float(model.engine.loss_scale) > 1
+    model.reset()
+    model(batches[0])
+    assert all(torch.equal(p, before[name]) for name, p in model.engine.named.items())
+
+
+def test_compile_gives_the_same_run(batches):
+    plain = acclimate.adapt(tiny_vit(), "dct")
+    compiled = acclimate.adapt(tiny_vit(), "dct", compile="aot_eager")
+    for images in batches[:2]:
+        torch.testing.assert_close(compiled(images), plain(images), atol=1e-4, rtol=1e-4)
+
+
+def test_worker_threads_leave_the_callers_settings_alone():
+    threads = torch.get_num_threads()
+    engine_on(tiny_vit(), micro_batch=1).predict(tiny_batches(1)[0])
+    assert torch.get_num_threads() == threads
+    assert {_pool(threads).submit(torch.get_num_threads).result() for _ in range(4 * threads)} == {1}
+    seen = []
+    later = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    later.start()
+    later.join()
+    assert seen == [threads]

@@ -1,0 +1,354 @@
+"""`acclimate.bench(...)`, the commands table and paper, and results as objects."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import acclimate
+from acclimate.cli import main
+from acclimate.data import bundled
+from acclimate.data.catalog import Data
+from acclimate.data.datasets import Corrupted, Images, Subset
+from acclimate.errors import ConfigError, ModelError, StateError
+from acclimate.evaluation.results import Results
+from acclimate.evaluation.spec import Protocol
+from acclimate.evaluation.store import Store
+from acclimate.evaluation.tables import Grid, differences, fingerprint, latex, markdown, written
+from acclimate.models.loading import load_model, pick_device
+from acclimate.papers.dct import experiments as paper
+from acclimate.papers.dct.reported import reported
+from acclimate.testing.check import tiny_vit
+
+SMALL = dict(images=24, batch_size=12)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def results(runs):
+    methods = {"source": {}, "tent": {"lr": 0.1}}
+    return acclimate.bench(
+        methods=methods, corruptions=["snow", "fog"], seeds=[0, 1], settings=["normal", "bs1"], store=runs, **SMALL
+    )
+
+
+def test_the_module_is_a_function_and_still_a_module(results):
+    assert isinstance(results, Results) and len(results) == 16
+    assert acclimate.evaluation.store.Store is Store
+    assert results[0].spec.method == "source" and results[0].spec.dataset == "bundled"
+    assert isinstance(results[:2], Results)
+    assert {o.spec.method for o in results.where(setting="bs1", seed=1)} == {"source", "tent"}
+
+
+def test_results_show_themselves(results):
+    text = repr(results)
+    assert "normal" in text and "bs1" in text and "tent" in text and "snow" in text
+    assert "<pre" in results._repr_html_() and "tent" in results._repr_html_()
+    assert repr(Results([])) == "Results([])"
+
+
+def test_results_are_a_data_frame(results):
+    frame = results.frame()
+    assert len(frame) == 16 and set(frame.domain) == {"snow", "fog"} and set(frame.severity) == {"2"}
+    mine = frame[(frame.method == "tent") & (frame.domain == "fog") & (frame.setting == "normal")].accuracy.mean()
+    assert 100 * mine == pytest.approx(results.grids()["normal"].cell("tent", "fog")[0])
+
+
+def test_a_method_with_several_options_has_several_rows(runs):
+    methods = ["source", ("tent", {}), ("tent", {"lr": 0.1}), ("tent", {"lr": 0.1, "momentum": 0.0})]
+    found = acclimate.bench(methods=methods, corruptions=["fog"], store=runs, tuned=False, **SMALL)
+    assert Grid(found).methods == ["source", "tent", "tent(lr=0.1)", "tent(lr=0.1, momentum=0.0)"]
+
+
+def test_an_infinite_option_is_kept(tmp_path):
+    how = dict(methods={"sar": {"margin": float("inf")}}, corruptions=["fog"], store=tmp_path, **SMALL)
+    (outcome,) = acclimate.bench(**how)
+    assert outcome.spec.config["margin"] == "inf" and outcome.result.used > 0
+    (again,) = acclimate.bench(**how)
+    assert again.found
+
+
+def test_tuned_learning_rates_follow_the_batch_as_a_methods_own_do():
+    """Of those that the method scales: SAR's norms, not DCT's generators, not the rate that CoTTA keeps."""
+    at_64, at_1 = bundled.tuned(), bundled.tuned(1)
+    assert at_1["sar"]["lr"] == pytest.approx(at_64["sar"]["lr"] / 64)
+    assert at_1["dct"]["lr_generator"] == at_64["dct"]["lr_generator"]
+    results = acclimate.bench(
+        methods=["sar"], corruptions=["fog"], settings=["normal", "bs1"], store=None, images=64, batch_size=64
+    )
+    assert [o.spec.config["lr"] for o in results] == [at_64["sar"]["lr"], at_1["sar"]["lr"]]
+
+
+@pytest.mark.parametrize("family", ["hf", "torchvision"])
+def test_methods_that_augment_learn_the_normalisation_from_the_data(family):
+    """Models of these families do not say it."""
+    images = Images(np.zeros((8, 32, 32, 3), np.uint8), np.zeros(8, np.int64), np.arange(8))
+    domains = [Corrupted(images, "gaussian_noise", 3, mean=bundled.MEAN, std=bundled.STD)]
+    (outcome,) = acclimate.bench(tiny_vit(family), domains, methods=["spa"], batch_size=4, store=None)
+    assert outcome.result.samples == 8
+
+
+def test_reference_is_without_a_guard_and_said_in_the_card():
+    found = acclimate.bench(methods=["tent"], corruptions=["fog"], reference=True, store=None, images=12)
+    card = found[0].spec.card
+    assert card["guard"] == "off" and card["fidelity"] == "as the authors' code"
+
+
+def test_the_card_says_how_a_number_was_made(results):
+    card = results[0].spec.card
+    assert "mean 0.5, std 0.5" in card["pictures"] and "imagenet-c" in card["pictures"]
+    assert "bundled, weights" in card["model"] and "threads" in card["device"] and "torch" in card["versions"]
+    assert "SHA-256" in card["order"] and card["images"] == "24" and card["domains"] == "snow/2"
+    normal = results.where(setting="normal")
+    assert all(o.spec.shared == results[0].spec.shared for o in normal)
+    assert len({tuple(o.spec.card.items()) for o in normal}) == len(normal)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"batch_size": 7}, "batches of 7"),
+        ({"versions": {"torch": "0.4"}}, "torch 0.4"),
+        ({"protocol": {"precision": "bfloat16"}}, "bfloat16"),
+        ({"protocol": {"predict": "after"}}, "after the update"),
+        ({"protocol": {"guard": False}}, "guard"),
+        ({"config": {"reference": True}}, "authors"),
+        ({"model": {"weights": "0123"}}, "weights 0123"),
+        ({"model": {"device": "cpu, 64 threads"}}, "64 threads"),
+        ({"dataset": "imagenet-c"}, "imagenet-c"),
+        ({"order": "another"}, "did not meet the same on snow/2, seed 0"),
+        ({"data": [{"preprocess": {"mean": [0.485, 0.456, 0.406]}}]}, "0.485/0.456/0.406"),
+    ],
+)
+def test_a_table_refuses_results_of_different_protocols_and_says_why(change, named, results):
+    mine = results.where(setting="normal")
+    spec = mine[0].spec
+    change = {k: {**getattr(spec, k), **v} if isinstance(v, dict) else v for k, v in change.items()}
+    mixed = [replace(mine[0], spec=replace(spec, **change)), *mine[1:]]
+    with pytest.raises(ConfigError, match="do not belong in one table") as refused:
+        Grid(mixed)
+    assert named in str(refused.value) and "--mix" in str(refused.value)
+    grid = Grid(mixed, mix=True)
+    assert grid.differences == differences(mixed) and any(named in line for line in grid.differences)
+
+
+def test_every_format_says_the_same(results):
+    grid = results.grids()["normal"]
+    cell = grid.cell("tent", "snow")
+    rows = list(csv.DictReader(io.StringIO(written("csv", grid, "t"))))
+    mine = next(row for row in rows if (row["method"], row["column"]) == ("tent", "snow"))
+    assert (float(mine["accuracy"]), float(mine["deviation"]), mine["seeds"]) == (*cell, "2")
+    content = json.loads(written("json", grid, "t"))
+    assert content["rows"]["tent"]["snow"] == {"accuracy": cell[0], "deviation": cell[1]}
+    assert content["protocol"] == results[0].spec.shared and len(content["runs"]) == 8
+    shown = f"{cell[0]:.1f}"
+    assert shown in written("latex", grid, "t") and shown in written("markdown", grid, "t")
+    assert shown in written("html", grid, "t") and shown in written("terminal", grid, "t")
+
+
+def test_latex_has_the_papers_layout(results):
+    text = latex(results.grids()["normal"], "Accuracy (%) & more_of it")
+    assert r"\caption{Accuracy (\%) \& more\_of it}" in text
+    assert r"\begin{tabular}{l|cc|c}" in text and "Method & snow & fog & Avg. " in text
+    assert r"\textbf{" in text and r"$\pm" in text
+    assert text.count("{") == text.count("}")
+
+
+def test_the_papers_numbers_stand_beside_ours(results):
+    table = reported("normal")
+    grid = results.grids()["normal"]
+    text = markdown(grid, table)
+    assert f"*{table.row('sar')['snow']:.1f}*" in text and "*dct, paper*" in text
+    assert f"*{table.averages['sar']:.1f}*" not in text.splitlines()[-1], "two columns have another mean than fifteen"
+    html = written("html", grid, "t", table)
+    assert "paper" in html and table.doubts[0][:30] in html
+
+
+def test_the_source_row_is_a_fingerprint(results):
+    mine = results.where(setting="normal", method="source", seed=0)
+    accuracy = reported("normal").row("source")
+    grid = Grid(
+        [
+            replace(
+                o,
+                spec=replace(
+                    o.spec, dataset="imagenet-c", domains=[f"{name}/5"], data=[{**o.spec.data[0], "count": 50_000}]
+                ),
+                result=replace(o.result, per_domain={f"{name}/5": value / 100}, mean=value / 100),
+            )
+            for name, value in accuracy.items()
+            for o in mine[:1]
+        ]
+    )
+    assert fingerprint(grid).verdict.startswith("matches vit_base_patch16_224.augreg_in21k_ft_in1k")
+    assert fingerprint(results.grids()["normal"]).nearest is None, "nothing is known of the bundled images"
+
+
+def test_a_class_mask_and_unknown_labels_reach_the_run():
+    pictures = bundled.images().sample(40)
+    how = dict(mean=bundled.MEAN, std=bundled.STD)
+    some = [0, 1, 8]
+    kept = np.flatnonzero(np.isin(pictures.labels, some))
+    masked = pictures._replace(
+        pixels=pictures.pixels[kept], labels=np.searchsorted(some, pictures.labels[kept]), numbers=pictures.numbers[kept]
+    )
+    data = Data("some", [Corrupted(masked, **how)], ["a", "b", "c"], classes=some)
+    found = acclimate.bench(data=data, methods=["source"], store=None)
+    assert found[0].result.top1 > 0.8 and found[0].spec.protocol["classes"].startswith("3, ")
+
+    unknown = pictures._replace(labels=np.where(np.arange(40) % 4 == 0, 10, pictures.labels))
+    data = Data("some", [Corrupted(unknown, **how)], bundled.CLASSES, unknown=10)
+    (outcome,) = acclimate.bench(data=data, methods=["source"], store=None)
+    (plain,) = acclimate.bench(data=[Corrupted(pictures, **how)], methods=["source"], store=None)
+    assert plain.result.top1 - 0.25 <= outcome.result.top1 <= 0.75
+    assert np.isfinite(outcome.result.nll)
+
+
+def test_a_subset_is_always_the_same():
+    whole = Corrupted(bundled.images().sample(50), mean=bundled.MEAN, std=bundled.STD)
+    part = Subset(whole, 20)
+    assert len(part.labels) == 20 and part.identity != whole.identity
+    assert (part.load(np.arange(3)) == whole.load(part._chosen[:3])).all()
+    with pytest.raises(acclimate.errors.InputError, match="has 50"):
+        Subset(whole, 51)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(data="imagenet-c"), "root="),
+        (dict(data="imagenet-x", root="."), "Unknown data set"),
+        (dict(model="vit_base_patch16_42"), "timm has no model"),
+        (dict(model="vit_base_patch16_224.augreg3"), "no weights"),
+        (dict(settings=["gradual", "normal"]), "gradual"),
+        (dict(images=9000), "at most 8000"),
+        (dict(methods=["dtc"]), "'dct'"),
+        (dict(device="tpu9"), "device='tpu9'"),
+        (dict(weights="x.pth"), "weights of its own"),
+        (dict(on="slurm"), "ray"),
+        (dict(jobs=0), "jobs=0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        acclimate.bench(**{"store": tmp_path, **arguments})
+    assert not list(tmp_path.glob("*")), "nothing was begun"
+
+
+def test_weights_come_from_a_local_file(tmp_path):
+    import torch
+    from safetensors.torch import save_file
+    from timm import create_model
+
+    torch.manual_seed(0)
+    weights = create_model("test_vit").state_dict()
+    save_file(weights, tmp_path / "w.safetensors")
+    model = load_model("test_vit", weights=tmp_path / "w.safetensors")
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    save_file({"x": weights["cls_token"]}, tmp_path / "other.safetensors")
+    save_file({k: v for k, v in weights.items() if not k.startswith("head.")}, tmp_path / "headless.safetensors")
+    save_file(create_model("test_vit", num_classes=7).state_dict(), tmp_path / "seven.safetensors")
+    (tmp_path / "broken.safetensors").write_bytes(b"nothing")
+    for name in ("other", "headless", "seven", "broken", "absent"):
+        with pytest.raises(ModelError, match=name):
+            load_model("test_vit", weights=tmp_path / f"{name}.safetensors")
+    assert pick_device("cpu").type == "cpu"
+
+
+# ---- commands ---------------------------------------------------------------------------------------------------
+
+
+def call(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_table_makes_tables_of_finished_runs(runs, results, tmp_path, capsys):
+    arguments = ["--setting", "normal", "--methods", "source,tent", "--format", "markdown", "--mix"]
+    code, out, _ = call(capsys, "table", runs, *arguments)
+    assert code == 0 and "| method |" in out
+    code, out, err = call(capsys, "table", runs, "--format", "csv")
+    assert code == 2 and "--setting" in err
+    code, out, err = call(capsys, "table", runs, "--setting", "mixed")
+    assert code == 2 and "none of the" in err
+    code, out, err = call(capsys, "table", tmp_path / "nowhere")
+    assert code == 2 and "not a folder of runs" in err
+    file = tmp_path / "page.html"
+    code, out, _ = call(capsys, "table", runs, "--setting", "bs1", "--format", "html", "--save", file, "--paper", "bs1")
+    assert code == 0 and file.read_text().startswith("<!doctype html>")
+    code, out, err = call(capsys, "table", runs, "--setting", "bs1", "--paper", "bs2")
+    assert code == 2 and "'bs1'" in err
+
+
+def test_bench_takes_options_of_methods_and_parts_of_the_grid(tmp_path, capsys):
+    common = ["--corruptions", "fog", "--images", 16, "--out", tmp_path]
+    code, out, _ = call(capsys, "bench", "--methods", "tent:lr=0.1,tent:lr=0.2", "--shard", "2/2", *common)
+    assert code == 0 and "2/2" not in out and len(list(tmp_path.glob("*/result.json"))) == 1
+    assert Store(tmp_path).outcomes()[0].spec.config["lr"] == 0.2
+    for wrong, message in (("tent:fast", "option=value"), ("tent:speed=1", "no option")):
+        assert message in call(capsys, "bench", "--methods", wrong, *common)[2]
+    assert "3/10" in call(capsys, "bench", "--shard", "half", *common)[2]
+    assert "leave out" in call(capsys, "bench", "--full", *common)[2]
+
+
+def test_bench_runs_on_a_folder_of_ones_own(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for name in range(10):
+        (tmp_path / "own" / str(name)).mkdir(parents=True)
+        for i in range(2):
+            pixels = rng.integers(0, 256, (40, 36, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "own" / str(name) / f"{i}.png")
+    where = ["--data", "folder", "--root", tmp_path / "own", "--out", tmp_path / "runs", "--workers", 0]
+    code, out, err = call(capsys, "bench", "--methods", "source,tent", "--corruptions", "fog", "--severity", 1, *where)
+    assert code == 0, err
+    assert "fog" in out and "20 images a stream" in out
+    spec = Store(tmp_path / "runs").outcomes()[0].spec
+    assert spec.dataset == "folder" and spec.data[0]["preprocess"]["mean"] == [0.5, 0.5, 0.5]
+
+
+def test_paper_lists_plans_and_refuses(capsys):
+    code, out, _ = call(capsys, "paper")
+    assert code == 0 and all(name in out for name in paper.experiments())
+    code, out, _ = call(capsys, "paper", "normal", "--dry-run")
+    assert code == 0 and "vit_base_patch16_224.augreg_in21k_ft_in1k" in out and "--root IMAGENET-C" in out
+    assert "--root" in call(capsys, "paper", "table-normal")[2]
+    assert "table-normal" in call(capsys, "paper", "table-normale")[2]
+    assert "picture" in call(capsys, "paper", "rollout")[2]
+
+
+def test_every_reported_table_has_an_experiment():
+    from acclimate.papers.dct.reported import tables
+
+    has = {e.reported for e in paper.experiments().values()} | {"cost"}
+    assert set(tables()) <= has
+
+
+def test_an_experiment_runs_small(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(paper, "SMALL", 16)
+    for name in ("table-ablation", "table-imagenet-r", "table-visda-2021", "table-office-home", "table-cost"):
+        code, out, err = call(capsys, "paper", name, "--scale", "small", "--out", tmp_path)
+        assert code == 0, err
+        assert name in out and "dct" in out
+    assert any(o.spec.config.get("generator") is False for o in Store(tmp_path).outcomes()), "the ablation has it"
+    datasets = {o.spec.dataset for o in Store(tmp_path).outcomes()}
+    assert {"imagenet-r (stand-in)", "visda-2021 (stand-in)", "office-home (stand-in)", "bundled"} <= datasets
+
+
+def test_a_damaged_result_is_named(runs, results, tmp_path):
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "result.json").write_text("{}")
+    with pytest.raises(StateError, match="one"):
+        Store(tmp_path).outcomes()
+    with pytest.raises(ConfigError, match="precision"):
+        acclimate.bench(corruptions=["fog"], methods=["tent"], protocol=Protocol(precision="float8"), store=None, images=12)

@@ -1,0 +1,259 @@
+"""Runs, the store, sweeps and tables, on a tiny model."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+import acclimate
+from acclimate.core.engine import entropy
+from acclimate.data import bundled
+from acclimate.data.corruptions import CORRUPTIONS
+from acclimate.data.datasets import Corrupted
+from acclimate.data.streams import Stream
+from acclimate.errors import ConfigError, StateError
+from acclimate.evaluation import jobs as work
+from acclimate.evaluation.grid import sweep
+from acclimate.evaluation.run import run
+from acclimate.evaluation.scores import Scores
+from acclimate.evaluation.spec import describe, specify
+from acclimate.evaluation.store import Store
+from acclimate.evaluation.tables import Grid, markdown, terminal
+from acclimate.testing.check import tiny_batches, tiny_vit
+
+
+class Batches:
+    """A domain of random pictures for the tiny ViT; labels are what the source model says, so that it is right at first."""
+
+    severity = 5
+
+    def __init__(self, name: str = "fog", count: int = 30) -> None:
+        self.name = name
+        self._images = torch.cat(tiny_batches(count=-(-count // 8), size=8, seed=len(name)))[:count]
+        self.identity = {"pictures": name, "count": count}
+        with torch.no_grad():
+            self.labels = tiny_vit().eval()(self._images).argmax(1).numpy()
+
+    def load(self, indices):
+        return self._images[torch.from_numpy(indices)]
+
+
+METHODS = {"source": {}, "tent": {"lr": 0.01}}
+
+
+def quiet_sweep(model, streams, methods=METHODS, **options):
+    return sweep(model, streams, methods, model_name="tiny", console=Console(quiet=True), **options)
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    streams = [Stream(Batches(name), batch_size=8, seed=seed) for name in ("fog", "snow") for seed in (0, 1)]
+    return quiet_sweep(tiny_vit(), streams)
+
+
+def test_the_source_model_scores_itself_perfectly(outcomes):
+    for outcome in outcomes:
+        if outcome.spec.method == "source":
+            result = outcome.result
+            assert result.top1 == result.late == result.mean == 1
+            assert (result.samples, result.forward, result.backward, result.used) == (30, 30, 0, 0)
+            assert result.curve[-1] == (30, 1.0)
+
+
+def test_a_run_is_the_adapter_on_the_stream():
+    domain = Batches()
+    domain.labels[::5] = np.arange(6)  # so that it is wrong at times
+    stream = Stream(domain, batch_size=8)
+    adapter = acclimate.adapt(tiny_vit(), "tent", lr=0.01)
+    result = run(adapter, stream)
+    adapter.reset()
+    right = [adapter(batch.images).argmax(1) == batch.labels for batch in stream]
+    assert result.top1 == torch.cat(right).double().mean().item()
+    assert result.forward == result.backward == result.used == 30
+    assert result.seconds > 0
+    adapter.reset()
+    again = run(adapter, stream)
+    assert replace(again, seconds=0, peak_mib=0) == replace(result, seconds=0, peak_mib=0)
+    scores = Scores(10, ["fog/5"])
+    adapter.reset()
+    for batch in stream:
+        scores.add(adapter(batch.images), batch.labels, batch.domain)
+    for name in ("top1", "top5", "late", "mean", "per_domain", "ece", "nll"):
+        assert getattr(result, name) == getattr(scores, name), name
+    assert len({result.top1, result.top5, result.late, result.ece, result.nll}) == 5, "else two could be exchanged"
+
+
+def test_passes_are_counted_with_the_second_one_and_without_the_rejected():
+    stream = Stream(Batches(), batch_size=30)
+    images = next(iter(stream)).images
+    adapter = acclimate.adapt(tiny_vit(), "sar", margin=math.inf, micro_batch=1, guard=None)
+    adapter(images)
+    assert (adapter.engine.passes.forward, adapter.engine.passes.backward) == (60, 60)
+    adapter = acclimate.adapt(tiny_vit(), "sar", margin=1.5, micro_batch=1, guard=None)
+    adapter(images)
+    kept = int((entropy(tiny_vit().eval()(images)) < 1.5).sum())
+    assert 0 < kept < 30
+    assert adapter.engine.passes.forward == 30 + kept
+
+
+def test_a_sweep_leaves_the_model_as_it_was():
+    model = tiny_vit()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    quiet_sweep(model, [Stream(Batches(), batch_size=8)])
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    acclimate.adapt(model, "tent")  # not wrapped any more
+
+
+def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
+    model, stream, store = tiny_vit(), Stream(Batches(), batch_size=8), Store(tmp_path)
+    first = quiet_sweep(model, [stream], store=store)
+    calls = []
+    monkeypatch.setattr(work, "run", lambda *args, **options: calls.append(args) or run(*args, **options))
+    second = quiet_sweep(model, [stream], store=store)
+    assert not calls and all(outcome.found for outcome in second)
+    assert [o.spec.id for o in second] == [o.spec.id for o in first]
+    assert [o.result for o in second] == [o.result for o in first]
+    third = quiet_sweep(model, [stream], {"tent": {"lr": 0.02}}, store=store)
+    assert len(calls) == 1 and not third[0].found
+    quiet_sweep(model, [stream], store=store, again=True)
+    assert len(calls) == 3
+
+
+def test_an_interrupted_sweep_keeps_what_was_finished_and_restores_the_model(tmp_path, monkeypatch):
+    model, stream = tiny_vit(), Stream(Batches(), batch_size=8)
+    monkeypatch.setattr(work, "run", _interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        quiet_sweep(model, [stream], store=Store(tmp_path))
+    assert [path.name for path in tmp_path.glob("*/*.json") if path.name != "spec.json"] == ["result.json"]
+    monkeypatch.undo()
+    assert [o.found for o in quiet_sweep(model, [stream], store=Store(tmp_path))] == [True, False]
+
+
+def _interrupt(adapter, *rest, **options):
+    if adapter.method.name == "tent":
+        raise KeyboardInterrupt
+    return run(adapter, *rest, **options)
+
+
+def test_a_result_that_cannot_be_read_is_named(tmp_path):
+    store, stream = Store(tmp_path), Stream(Batches(), batch_size=8)
+    spec = specify(stream, "source", {}, model=describe(tiny_vit(), "tiny"))
+    assert store.find(spec) is None
+    quiet = quiet_sweep(tiny_vit(), [stream], {"source": {}})
+    path = store.write(spec, quiet[0].result)
+    assert store.find(spec) == quiet[0].result
+    hopeless = replace(quiet[0].result, nll=math.inf, events=[(3, "recovered")])
+    store.write(spec, hopeless)
+    assert store.find(spec) == hopeless
+    path.write_text("{")
+    with pytest.raises(StateError, match=r"result\.json"):
+        store.find(spec)
+
+
+def test_the_identity_of_a_run_has_all_that_decides_it():
+    model = describe(tiny_vit(), "tiny")
+    moved = tiny_vit()
+    with torch.no_grad():
+        moved.head.bias += 1
+    other = describe(moved, "tiny")
+    images = bundled.images().sample(12)
+    half = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+    corrupted = [
+        Corrupted(images, "fog", 5, **half),
+        Corrupted(images, "fog", 5, **half, seed=1),
+        Corrupted(images, "fog", 5, mean=(0.4,) * 3, std=(0.5,) * 3),
+        Corrupted(bundled.images().sample(12, skip=12), "fog", 5, **half),
+        Corrupted(images._replace(labels=images.labels[::-1]), "fog", 5, **half),
+    ]
+
+    def identity(stream=None, method="tent", model=model, **options):
+        return specify(stream or Stream(Batches(), batch_size=8), method, options, model=model).id
+
+    different = [
+        identity(),
+        identity(lr=0.5),
+        identity(method="sar"),
+        identity(model=other),
+        identity(Stream(Batches(), batch_size=4)),
+        identity(Stream(Batches("snow"), batch_size=8)),
+        identity(Stream(Batches(), batch_size=8, seed=3)),
+        identity(Stream(Batches(), "label-shift", batch_size=8)),
+        identity(Stream(Batches(count=29), batch_size=8)),
+        *(identity(Stream(domain, batch_size=8)) for domain in corrupted),
+    ]
+    assert len(set(different)) == len(different)
+    assert identity() == identity(Stream(Batches(), batch_size=8, workers=1))
+
+
+def test_a_wrong_option_is_found_before_anything_runs(monkeypatch):
+    monkeypatch.setattr(work, "run", lambda *args, **options: pytest.fail("ran"))
+    with pytest.raises(ConfigError, match="has no option"):
+        quiet_sweep(tiny_vit(), [Stream(Batches())], {"source": {}, "tent": {"speed": 1}})
+
+
+def test_the_tables_have_mean_and_deviation_over_seeds(outcomes):
+    grid = Grid(outcomes)
+    assert grid.methods == ["source", "tent"] and grid.columns == ["fog", "snow", "mean", "2nd half"]
+    tent = {(o.spec.domains[0], o.spec.seed): 100 * o.result.mean for o in outcomes if o.spec.method == "tent"}
+    fog = [tent["fog/5", seed] for seed in (0, 1)]
+    assert grid.cell("tent", "fog") == pytest.approx((np.mean(fog), np.std(fog, ddof=1)))
+    means = [np.mean([tent[name, seed] for name in ("fog/5", "snow/5")]) for seed in (0, 1)]
+    assert grid.cell("tent", "mean") == pytest.approx((np.mean(means), np.std(means, ddof=1)))
+    assert grid.gain("tent", "mean") == pytest.approx(np.mean(means) - 100)
+    lines = markdown(Grid(outcomes)).splitlines()
+    assert lines[0] == "| method | fog | snow | mean | 2nd half |"
+    assert lines[2] == "| source | **100.0±0.0** | **100.0±0.0** | **100.0±0.0** | **100.0±0.0** |"
+    assert f"{np.mean(means):.1f}±{np.std(means, ddof=1):.1f}" in lines[3]
+
+
+def printed(outcomes, width: int) -> str:
+    console = Console(width=width, file=io.StringIO())
+    console.print(terminal(Grid(outcomes), "Top-1"))
+    return console.file.getvalue()
+
+
+def test_a_table_of_many_domains_still_fits_a_terminal(outcomes):
+    assert "100.0±0.0" in printed(outcomes, 100)
+    pairs = [
+        replace(o, spec=replace(o.spec, domains=[f"{name}/5"]), result=replace(o.result, per_domain={f"{name}/5": 1.0}))
+        for name in CORRUPTIONS
+        for o in outcomes[:4]
+        if o.spec.domains == ["fog/5"]
+    ]
+    text = printed(pairs, 80)
+    assert "…" not in text
+    assert all(name in text for name in (*CORRUPTIONS, "mean", "ms/image", "100.0±0.0"))
+
+
+def test_several_domains_in_one_stream_have_a_column_each():
+    stream = Stream([Batches("fog"), Batches("snow")], "continual", batch_size=8)
+    outcomes = quiet_sweep(tiny_vit(), [stream])
+    assert Grid(outcomes).columns == ["fog", "snow", "mean", "2nd half"]
+    tent = outcomes[1].result
+    assert Grid(outcomes).cell("tent", "snow")[0] == pytest.approx(100 * tent.per_domain["snow/5"])
+
+
+def test_results_that_do_not_belong_together_are_refused(outcomes):
+    other = replace(outcomes[0], spec=replace(outcomes[0].spec, batch_size=4))
+    with pytest.raises(ConfigError, match="batches of 4"):
+        Grid([*outcomes, other])
+    other = replace(outcomes[1], spec=replace(outcomes[1].spec, order="another"))
+    with pytest.raises(ConfigError, match="2 results are of tent on fog/5 with seed 0"):
+        Grid([*outcomes, other])
+    with pytest.raises(ConfigError, match="no result"):
+        Grid([])
+    missing = [o for o in outcomes if o.spec.method == "source" or o.spec.domains == ["fog/5"]]
+    assert Grid(missing).text("tent", "snow") == "-"
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_anything_runs(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(work, "run", lambda *args, **options: pytest.fail("ran"))
+    with pytest.raises(StateError, match="file"):
+        quiet_sweep(tiny_vit(), [Stream(Batches())], store=Store(tmp_path / "file"))

@@ -1,0 +1,105 @@
+"""T3A: the bank in closed form, what a frozen adapter says, and what the guard does with scores."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import acclimate
+from acclimate.core.engine import entropy
+from acclimate.errors import ConfigError, NonFiniteError
+from acclimate.methods.t3a import Bank
+from acclimate.models.families import view
+from acclimate.testing.check import tiny_batches, tiny_vit
+
+
+def test_a_class_keeps_its_surest_supports():
+    bank = Bank(torch.zeros(2, 2, 3), torch.full((2, 2), torch.inf))
+    first = torch.tensor([[1.0, 0, 0], [0, 2, 0], [0, 0, 3]])
+    assert bank.add(first, torch.tensor([1, 1, 1]), torch.tensor([0.5, 0.1, 0.3])) == 2
+    assert torch.equal(bank.supports[1], first[[1, 2]])
+    assert bank.entropies.tolist() == [[torch.inf, torch.inf], pytest.approx([0.1, 0.3])]
+    assert bank.add(first[:1], torch.tensor([1]), torch.tensor([0.9])) == 0
+    feature = torch.tensor([[5.0, 1, 1]])  # the empty class scores 0, the other the product with its mean direction
+    assert bank.score(feature).tolist() == [pytest.approx([0, 2 / 2**0.5])]
+
+
+@pytest.mark.parametrize("reference", [False, True])
+def test_growing_lists_give_the_same_scores(reference, batches):
+    """The form one would write first: lists of everything, filtered at each step."""
+    plain, keep = tiny_vit(), 3
+    head = plain.head
+    with torch.no_grad():
+        rows = head(head.weight)
+        supports, entropies = head.weight.clone(), entropy(rows)
+        labels = rows.argmax(-1) if reference else torch.arange(10)
+        model = acclimate.adapt(tiny_vit(), "t3a", supports_per_class=keep, reference=reference)
+        for images in batches:
+            features = plain.forward_head(plain.forward_features(images), pre_logits=True)
+            logits = head(features)
+            supports, labels = torch.cat([supports, features]), torch.cat([labels, logits.argmax(-1)])
+            entropies = torch.cat([entropies, entropy(logits)])
+            surest = entropies.argsort()
+            kept = torch.cat([surest[labels[surest] == c][:keep] for c in range(10)])
+            supports, labels, entropies = supports[kept], labels[kept], entropies[kept]
+            prototypes = torch.stack([F.normalize(supports[labels == c], dim=-1).sum(0) for c in range(10)])
+            expected = features @ F.normalize(prototypes, dim=-1).T
+            torch.testing.assert_close(model(images), expected, atol=1e-4, rtol=1e-4)
+            assert model.record.used <= len(images) and model.record.drift == 0
+
+
+def test_a_frozen_adapter_scores_with_the_bank(batches):
+    model = acclimate.adapt(tiny_vit(), "t3a")
+    with model.frozen():
+        features, _ = view(tiny_vit()).features(batches[0])
+        expected = features @ F.normalize(tiny_vit().head.weight, dim=-1).T  # nothing but the head's rows yet
+        torch.testing.assert_close(model(batches[0]), expected, atol=1e-4, rtol=1e-4)
+    scores = model(batches[0])
+    with model.frozen():
+        assert torch.equal(model(batches[0]), scores)  # its samples are in the bank
+    assert model.record.entropy == pytest.approx(float(entropy(scores).mean()))
+
+
+def test_a_subset_of_the_classes_has_a_bank_of_its_own(batches):
+    model = acclimate.adapt(tiny_vit(), "t3a", classes=[7, 2, 4], supports_per_class=2)
+    for images in batches:
+        assert model(images).shape == (6, 3)
+    filled = model.method.entropies.isfinite().any(1)
+    assert filled[:3].all() and not filled[3:].any()
+
+
+def test_the_guard_brings_back_a_good_bank():
+    """Prototypes that tell no more than two classes apart, against what the model itself says, are a collapse."""
+    model = acclimate.adapt(tiny_vit(), "t3a", guard=acclimate.Guard(window=24))
+    model.method.supports[0] = 1.0
+    model.method.entropies.zero_()  # nothing is surer
+    events = []
+    for images in tiny_batches(14, seed=4):
+        model(images)
+        events.append(model.record.event)
+    assert [event for event in events if event] == ["rolled back: the predictions collapsed"]
+    assert model.method.entropies.isinf().any()
+
+
+def test_scores_that_are_not_finite_leave_the_bank_alone(batches):
+    plain = tiny_vit()
+    with torch.no_grad():
+        plain.head.bias[3] = torch.inf
+    for guard in (None, "default"):
+        model = acclimate.adapt(plain, "t3a", guard=guard)
+        before = model.snapshot()
+        if guard is None:
+            with pytest.raises(NonFiniteError):
+                model(batches[0])
+        else:
+            model(batches[0])
+            assert model.record.event.startswith("skipped")
+        assert torch.equal(model.method.entropies, before["method/entropies"])
+        model.unwrap()
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, "all", True])
+def test_impossible_sizes_are_refused(value):
+    with pytest.raises(ConfigError, match="supports_per_class"):
+        acclimate.adapt(tiny_vit(), "t3a", supports_per_class=value)

@@ -1,0 +1,452 @@
+"""The page of results: what it says, that nothing in it is foreign, and that a browser can show it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+import acclimate
+from acclimate.data.corruptions import CORRUPTIONS
+from acclimate.data.streams import Stream
+from acclimate.errors import ConfigError
+from acclimate.evaluation.run import run
+from acclimate.evaluation.spec import describe, specify
+from acclimate.evaluation.store import Outcome
+from acclimate.evaluation.tables import Grid
+from acclimate.papers.dct.reported import reported
+from acclimate.report.charts import Scale, frontier, round_step, scatter
+from acclimate.report.html import Html, breakable, join, tag
+from acclimate.report.page import page
+from acclimate.testing.check import tiny_batches, tiny_vit
+
+MODEL = "vit_base_patch16_224.augreg_in21k_ft_in1k"
+NOTHING = "–none"  # noqa: RUF001 (what is seen, and what is read out)
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+QUIET = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update"
+
+
+class Fog:
+    """A domain of eight random pictures."""
+
+    name, severity, labels = "fog", 5, np.arange(8)
+    identity: ClassVar = {"preprocess": {"mean": [0.5, 0.5, 0.5]}, "count": 8}
+
+    def load(self, indices):
+        return torch.cat(tiny_batches(count=1, size=8))[torch.from_numpy(indices)]
+
+
+STREAM = Stream(Fog(), batch_size=8)
+SPEC = specify(STREAM, "source", {}, model=describe(tiny_vit(), MODEL))
+RESULT = replace(
+    run(acclimate.adapt(tiny_vit(), "source"), STREAM),
+    **dict(samples=100, seconds=1.0, peak_mib=9.0, forward=150, backward=50, used=25, ece=0.1),
+)
+
+
+def made(method="source", accuracy=50.0, domains=("fog",), seed=0, *, setting="normal", **values) -> Outcome:
+    """A run that nobody made."""
+    share, titles = accuracy / 100, [name if "/" in name else f"{name}/5" for name in domains]
+    scores = dict(top1=share, mean=share, late=share + 0.01, per_domain=dict.fromkeys(titles, share))
+    spec = replace(SPEC, method=method, domains=titles, seed=seed, setting=setting, data=SPEC.data * len(titles))
+    return Outcome(spec, replace(RESULT, **{**scores, "curve": [(1, 1.0), (50, 0.9 * share), (100, share)], **values}))
+
+
+def table_of(methods=("source", "tent", "dct"), domains=("fog", "snow"), seeds=(0, 1)) -> list[Outcome]:
+    return [
+        made(m, 40 + 1.3 * i + 0.8 * j + 0.2 * seed * i, [d], seed, seconds=1.0 + i)
+        for i, m in enumerate(methods)
+        for j, d in enumerate(domains)
+        for seed in seeds
+    ]
+
+
+LARGE = table_of([f"method_{i}" if i else "source" for i in range(20)], CORRUPTIONS, (0, 1, 2))
+
+
+class Tree(HTMLParser):
+    """A page as (tag, attributes, children); fails where an element is not closed in its turn."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.root = ("root", {}, [])
+        self.open = [self.root]
+        self.feed(text)
+        self.close()
+        assert self.open == [self.root]
+
+    def handle_starttag(self, name, attributes):
+        assert len({key for key, _ in attributes}) == len(attributes), f"{name} has an attribute twice"
+        element = (name, dict(attributes), [])
+        self.open[-1][2].append(element)
+        if name not in ("meta", "wbr"):
+            self.open.append(element)
+
+    def handle_endtag(self, name):
+        assert self.open.pop()[0] == name
+
+    def handle_data(self, data):
+        self.open[-1][2].append(data)
+
+    def all(self, name: str, within=None, **attributes):
+        """Elements of a kind, in order."""
+        for child in (within or self.root)[2]:
+            if not isinstance(child, str):
+                if child[0] == name and attributes.items() <= child[1].items():
+                    yield child
+                yield from self.all(name, child, **attributes)
+
+    def table(self, label: str) -> dict[str, list]:
+        """The rows of a table by their first cell, the heads under the first head."""
+        region = next(self.all("div", **{"aria-label": label}))
+        rows = [[c for c in row[2] if not isinstance(c, str)] for row in self.all("tr", region)]
+        return {" ".join(text(row[0]).split()): row[1:] for row in rows}
+
+
+def text(element) -> str:
+    return element if isinstance(element, str) else "".join(map(text, element[2]))
+
+
+def accuracy_of(tree: Tree) -> dict[str, dict[str, tuple]]:
+    rows = tree.table("Accuracy by method and domain")
+    columns = [text(head) for head in rows.pop("method")]
+    return {method: dict(zip(columns, cells)) for method, cells in rows.items()}
+
+
+def lead(outcomes, **options) -> str:
+    return text(next(Tree(page(outcomes, title="t", **options)).all("p", **{"class": "lead"})))
+
+
+@pytest.mark.parametrize(
+    "outcomes", [table_of(), LARGE, table_of(seeds=(0,)), [made()]], ids=["small", "large", "one seed", "one"]
+)
+def test_the_table_has_the_numbers_of_the_grid(outcomes):
+    grid, tree = Grid(outcomes), Tree(page(outcomes, title="t"))
+    rows = accuracy_of(tree)
+    assert list(rows) == grid.methods and all(set(row) == set(grid.columns) for row in rows.values())
+    for method, row in rows.items():
+        for column, cell in row.items():
+            assert text(cell) == grid.text(method, column)
+            assert bool(list(tree.all("b", cell))) == grid.best(method, column)
+            gain = grid.gain(method, column)
+            sides = {"up": gain >= 0.05, "down": gain <= -0.05}
+            assert {side: side in cell[1].get("class", "").split() for side in sides} == sides
+
+
+def test_a_larger_gain_has_a_stronger_tint():
+    outcomes = [made("source", 50), *(made(f"m{g}", 50 + g) for g in (-20, -5, 1, 5))]
+    cells = [accuracy_of(Tree(page(outcomes, title="t")))[f"m{g}"]["fog"][1] for g in (-20, -5, 1, 5)]
+    tints = [float(cell["style"].removeprefix("--tint:")) for cell in cells]
+    assert tints == pytest.approx([1, 0.5, math.sqrt(1 / 20), 0.5], abs=0.01)
+    assert [cell["class"] for cell in cells] == ["down", "down", "up", "up"]
+    assert cells[0]["title"] == "\N{MINUS SIGN}20.0 points over source"
+
+
+def test_the_table_is_accessible():
+    tree = Tree(page(table_of(), title="t", paper=reported("normal")))
+    for head in tree.all("th"):
+        assert head[1]["scope"] in ("row", "col", "rowgroup")
+    for drawing in tree.all("svg"):
+        assert drawing[1].get("aria-hidden") or text(next(tree.all("title", drawing))) == drawing[1]["aria-label"]
+    assert next(tree.all("html"))[1]["lang"] == "en"
+    assert all(button[1]["type"] == "button" and text(button) for button in tree.all("button"))
+
+
+def test_the_summary_is_in_words():
+    assert lead(table_of()) == (
+        "dct is best on average with 43.2 % accuracy, 2.8 points above the source model and 1.4 above tent, the next best "
+        "(2 domains, 2 seeds, 400 images for each method)."
+    )
+    assert (
+        lead([made("tent", 61)]) == "tent reaches 61.0 % accuracy on average (1 domain, 1 seed, 100 images for each method)."
+    )
+    assert lead([made("a", 61), made("b", 60)]).startswith(
+        "a is best on average with 61.0 % accuracy, 1.0 points above b, the"
+    )
+    both = lead([made("a", 61), made("b", 61), made("source", 50)])
+    assert both.startswith("a and b are best on average with 61.0 % accuracy, 11.0 points above the source model (")
+    none = lead([made("a", 49), made("source", 50)])
+    assert none.startswith(
+        "No method is above the source model on average, which reaches 50.0 % accuracy; a is nearest, 1.0 points"
+    )
+    assert "; a reaches as much (" in lead([made("a", 50), made("source", 50)])
+
+
+def test_a_mean_over_other_domains_is_not_ranked():
+    outcomes = [made(m, a, [d]) for m, a in (("source", 50), ("tent", 55)) for d in ("fog", "snow")] + [
+        made("dct", 90, ["fog"])
+    ]
+    tree = Tree(page(outcomes, title="t"))
+    rows = accuracy_of(tree)
+    assert text(rows["dct†"]["snow"]) == NOTHING and text(rows["dct†"]["mean"]) == "90.0"
+    assert rows["dct†"]["mean"][1]["class"] == "summary unranked" and not list(tree.all("b", rows["dct†"]["mean"]))
+    assert list(tree.all("b", rows["tent"]["mean"])) and list(tree.all("b", rows["dct†"]["fog"]))
+    assert lead(outcomes).startswith("tent is best on average with 55.0 %")
+    assert "100 to 200 images" in lead(outcomes)
+    assert "so not shown: dct." in text(tree.root)
+    assert lead([made("a", 50, ["fog"]), made("b", 60, ["snow"])]).startswith("No method was run on every domain")
+    alone = lead([made("a", 50, ["fog"]), made("b", 60, ["snow"]), made("b", 60, ["fog"])])
+    assert alone.startswith("b, the only method that was run on every domain, reaches 60.0 %")
+
+
+def test_without_a_source_row_nothing_is_tinted():
+    written = page(table_of(("tent", "dct")), title="t")
+    assert "--tint:" not in written and "Points over source" not in written and "points over source" not in written
+
+
+def test_the_paper_stands_beside():
+    paper, outcomes = reported("normal"), table_of(("source", "tent", "mine"), CORRUPTIONS)
+    tree = Tree(page(outcomes, title="t", paper=paper))
+    rows = accuracy_of(tree)
+    assert list(rows)[:5] == ["source", "source, paper", "tent", "tent, paper", "mine"]
+    assert set(list(rows)[6:]) == set(paper.rows) - {"source", "tent"}
+    assert list(rows)[5] == "Reported by the paper, not run here"
+    for method, values in paper.rows.items():
+        row = rows.get(f"{method}, paper") or rows[method]
+        for column, value in (*zip(paper.columns, values), ("mean", paper.averages[method])):
+            assert text(row[column]).partition("±")[0] == f"{value:.1f}"
+            assert not list(tree.all("b", row[column]))
+        assert text(row["2nd half"]) == NOTHING
+    assert text(rows["dct"]["glass_blur"]) == "58.9±0.3" and text(rows["dct"]["mean"]) == "66.3±0.0"
+    notes = [text(item) for item in tree.all("li", next(tree.all("aside", id="paper")))]
+    here = statistics.fmean(Grid(outcomes).cell("source", c)[0] for c in CORRUPTIONS)
+    there = statistics.fmean(paper.rows["source"])
+    assert f"source is {here:.1f} here and {there:.1f} in the paper, {abs(here - there):.1f} points apart" in notes[0]
+    assert notes[1:] == list(paper.doubts)
+
+
+def test_what_does_not_compare_with_the_paper_is_said():
+    written = page([made("source"), made("tent")], title="t", paper=reported("vit-l-bs1"))
+    notes = [text(item) for item in Tree(written).all("li", next(Tree(written).all("aside")))]
+    assert "The paper's model is vit_large_patch16_224.augreg_in21k_ft_in1k; here it is " + MODEL + "." in notes
+    assert "The paper's setting is bs1; here it is normal." in notes
+    assert "The paper's mean is over 15 columns and ours over 1, 1 of them the same: the means do not compare." in notes
+    unprinted = page([made("tent", setting="mixed")], title="t", paper=reported("mixed"))
+    assert "it was not printed" in unprinted
+
+
+def test_another_severity_is_another_column():
+    paper = reported("normal")
+    tree = Tree(page([made("source", 60, ["fog/3", "fog/5"])], title="t", paper=paper))
+    row = accuracy_of(tree)["source, paper"]
+    assert text(row["fog/3"]) == NOTHING and text(row["fog/5"]) == f"{paper.row('source')['fog']:.1f}"
+    assert "The paper's severity is 5; here it is 3 and 5." in text(tree.root)
+
+
+def test_where_the_papers_columns_are_settings_that_of_the_runs_is_taken():
+    paper = reported("imagenet-r")
+    tree = Tree(page([made("source", 57.0, ["imagenet-r"]), made("tent", 58)], title="t", paper=paper))
+    assert text(accuracy_of(tree)["source, paper"]["mean"]) == f"{paper.row('source')['normal']:.1f}"
+    with pytest.raises(ConfigError, match="minutes"):
+        page([made()], title="t", paper=reported("cost"))
+
+
+def test_what_users_write_is_text():
+    bad = "<script>alert('1')</script> & \"co\""
+    outcomes = [made(bad, 50, [f"{bad}/5", "b"], events=[(1, bad)]), made("<i>", 50, [f"{bad}/5", "b"])]
+    outcomes[0] = replace(outcomes[0], spec=replace(outcomes[0].spec, model={**SPEC.model, "name": bad}, config={"lr": bad}))
+    written = page(outcomes, title=bad, notes=[bad])
+    tree = Tree(written)
+    assert len(list(tree.all("script"))) == 1 and not list(tree.all("i")) and "<script>alert" not in written
+    assert text(next(tree.all("h1"))) == bad == text(next(tree.all("title", next(tree.all("head")))))
+    assert {bad, "<i>"} <= set(accuracy_of(tree))
+    assert bad in [text(item) for item in tree.all("li")]
+    assert text(next(tree.all("pre"))).startswith(f"{bad}\n")
+
+
+@pytest.mark.parametrize("paper", [None, reported("normal")])
+def test_nothing_is_fetched(paper):
+    written = page(table_of(), title="t", paper=paper)
+    assert not re.search(r"https?:|@import|url\(|\bsrc=|<link|<img|<iframe|import\(|fetch\(|XMLHttp", written, re.I)
+    assert all(target.startswith("#") for target in re.findall(r'href="([^"]*)"', written))
+    assert "default-src &#x27;none&#x27;" in written, "the browser itself refuses"
+
+
+def lines_of(tree: Tree) -> list[list[tuple]]:
+    return [list(tree.all("polyline", panel)) for panel in tree.all("figure", next(tree.all("div", **{"class": "panels"})))]
+
+
+def test_a_panel_for_each_stream_and_a_line_for_each_method():
+    assert [len(lines) for lines in lines_of(Tree(page(LARGE, title="t")))] == [20] * 15
+    joint = [made(m, 50, CORRUPTIONS, setting="continual") for m in ("source", "tent")]
+    tree = Tree(page(joint, title="t"))
+    assert [len(lines) for lines in lines_of(tree)] == [2]
+    assert "gaussian_noise to jpeg_compression, 15 domains in one stream (continual)" in text(tree.root)
+
+
+def test_curves_are_means_over_seeds_and_stay_in_their_panel():
+    curves = [[(1, 1.0), (50, 0.3), (100, 0.6)], [(1, 0.0), (50, 0.5), (100, 0.4)], [(1, 0.0), (60, 0.7), (100, 0.5)]]
+    tree = Tree(page([made("tent", seed=seed, curve=curve) for seed, curve in enumerate(curves)], title="t"))
+    ((line,),) = lines_of(tree)
+    assert text(next(tree.all("title", line))) == "tent 50.0 %"
+    places = [tuple(map(float, pair.split(","))) for pair in line[1]["points"].split()]
+    assert len(places) == 2, "the first image is left out"
+    assert places[-1][0] == 556 and places[0][0] == pytest.approx((38 + 556) / 2, abs=0.1)
+    for lines in lines_of(Tree(page(LARGE, title="t"))):
+        for line in lines:
+            assert all(8 <= float(pair.split(",")[1]) <= 176 - 22 for pair in line[1]["points"].split())
+
+
+def test_one_scale_for_all_panels():
+    outcomes = [
+        made(m, a, [d]) for d, a, b in (("fog", 3, 4), ("snow", 60, 90), ("rain", 99, 99.9)) for m, a in (("x", a), ("y", b))
+    ]
+    tree = Tree(page(outcomes, title="t"))
+    assert "Each panel spans 40 points" in text(tree.root)
+    for figure in tree.all("figure", next(tree.all("div", **{"class": "panels"}))):
+        ticks = [float(text(t).rstrip("%")) for t in tree.all("text", figure) if re.fullmatch(r"\d+%?", text(t))][:-1]
+        assert max(ticks) - min(ticks) == 40 and min(ticks) >= 0 and max(ticks) <= 100
+
+
+def test_only_so_many_lines_have_a_colour():
+    lines = lines_of(Tree(page(LARGE, title="t")))[0]
+    classes = [line[1]["class"] for line in lines]
+    assert sorted(classes) == sorted([*(f"hue{i}" for i in range(7)), "source", *["rest"] * 12])
+    assert classes[-1] == "hue0" and lines[-1][1]["data-m"] == "19", "the best is on top"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "log"), [(0, 1, False), (40, 100, False), (0.03, 0.031, False), (3, 2400, True), (9, 130, True)]
+)
+def test_ticks_are_round_and_inside(low, high, log):
+    ticks = Scale(low, high, 0, 100, log).ticks
+    assert 2 <= len(ticks) <= 10 and all(low - 1e-9 <= tick <= high + 1e-9 for tick in ticks)
+    assert all(len(f"{tick:g}".replace(".", "").strip("0")) <= 4 for tick in ticks)
+    assert Scale(low, high, 0, 100, log)(low) == 0 and Scale(low, high, 100, 0, log)(high) == 0
+
+
+def test_steps_are_round():
+    assert [round_step(least) for least in (1, 1.1, 2, 3, 5, 7, 0.03, 70)] == [1, 2, 2, 5, 5, 10, pytest.approx(0.05), 100]
+
+
+def test_the_frontier_is_what_nothing_beats():
+    assert frontier({"slow": (9, 60), "bad": (5, 40), "fast": (1, 50), "same": (1, 45), "best": (20, 70)}) == [
+        "fast",
+        "slow",
+        "best",
+    ]
+
+
+def test_time_is_logarithmic_where_it_must_be_and_labels_do_not_collide():
+    assert ", log scale" in page([made("source", seconds=1.0), made("dct", seconds=11.0)], title="t")
+    assert ", log scale" not in page([made("source", seconds=1.0), made("dct", seconds=9.0)], title="t")
+    assert ", log scale" not in page([made("source", seconds=0.0), made("dct", seconds=9.0)], title="t")
+    dots = {f"method {i}": (1.5 ** (i % 6) + i / 10, 50 + i % 4 + i / 9) for i in range(20)}
+    tree = Tree(scatter(dots, {name: {} for name in dots}))
+    boxes = []
+    for group in tree.all("g"):
+        label = next(tree.all("text", group))
+        boxes.append((float(label[1]["x"]), float(label[1]["y"]), 3.4 * len(text(label))))
+    apart = [
+        abs(a[0] - b[0]) >= a[2] + b[2] - 0.2 or abs(a[1] - b[1]) >= 13.8 for i, a in enumerate(boxes) for b in boxes[:i]
+    ]
+    assert len(boxes) == 20 and all(apart)
+
+
+def test_costs_come_from_the_runs():
+    runs = [made("tent", seed=0), made("tent", seed=1, seconds=3.0, used=75, forward=250, ece=0.2, peak_mib=1500.0)]
+    other = made("memo", peak_mib=None, seconds=50.0)
+    rows = Tree(page([*runs, other], title="t")).table("Cost by method")
+    assert [text(cell) for cell in rows["tent"]] == ["20", "50 %", "2.00", "0.50", "15.0 %", "1,500 MiB", "2"]
+    assert text(rows["memo"][0]) == "500" and text(rows["memo"][-2]) == "\N{EN DASH}"
+
+
+def test_events_are_counted_and_found():
+    eventful = [(1, "recovered"), (2, "recovered"), (3, "recovered"), (9, "recovered"), (4, "rolled back: drift 3")]
+    outcomes = [made("sar", seed=0, events=eventful), made("sar", seed=1, events=[(2, "rolled back: drift 5")]), made()]
+    tree = Tree(page(outcomes, title="t"))
+    said = [text(item) for item in tree.all("li")]
+    assert "sar: recovered, 4 times in 1 of 2 runs" in said and "sar: rolled back, 2 times in 2 of 2 runs" in said
+    region = next(tree.all("div", **{"aria-label": "Events by run"}))
+    rows = [[text(c) for c in row[2]] for row in tree.all("tr", region)]
+    assert rows[1:3] == [
+        ["sar", "fog", "0", "recovered", "1\N{EN DASH}3, 9"],
+        ["sar", "fog", "0", "rolled back: drift 3", "4"],
+    ]
+    assert "Events" not in [text(heading) for heading in Tree(page([made()], title="t")).all("h2")]
+    many = page([made("sar", events=[(2 * i, "recovered") for i in range(30)])], title="t")
+    assert "16, 18 and 20 more" in many
+
+
+def test_the_protocol_is_there_to_be_read_and_to_be_copied():
+    tree = Tree(page(table_of(), title="The title", notes=["First.", "Second."]))
+    card = next(tree.all("dl"))
+    assert dict(zip(map(text, tree.all("dt", card)), map(text, tree.all("dd", card)))) == SPEC.shared
+    assert text(next(tree.all("pre"))).split("\n") == [
+        "The title",
+        *(f"{key}: {value}" for key, value in SPEC.shared.items()),
+    ]
+    assert [text(item) for item in tree.all("li")][-2:] == ["First.", "Second."]
+
+
+def test_different_protocols_are_said_first_and_once():
+    outcomes = table_of()
+    outcomes[0] = replace(outcomes[0], spec=replace(outcomes[0].spec, batch_size=1))
+    differences = Grid(outcomes, mix=True).differences
+    tree = Tree(page(outcomes, title="t", notes=[*differences, "A note."]))
+    warning = next(tree.all("div", **{"class": "warning"}))
+    assert [text(item) for item in tree.all("li", warning)] == differences
+    assert [text(item) for item in tree.all("li")][-1] == "A note." and text(tree.root).count(differences[0]) == 1
+
+
+def test_equal_outcomes_make_equal_pages():
+    assert page(LARGE, title="t", paper=reported("normal")) == page(LARGE, title="t", paper=reported("normal"))
+
+
+def test_markup_escapes_all_that_is_not_markup():
+    assert tag("p", "<b>", tag("b", "&"), class_='"x"', data_m=0, hidden=True, title=None, id=False) == (
+        '<p class="&quot;x&quot;" data-m="0" hidden>&lt;b&gt;<b>&amp;</b></p>'
+    )
+    assert join("<", Html(), Html("<br>")) == "&lt;\n<br>"
+    assert breakable("a_<b") == "a_<wbr>&lt;b"
+
+
+PROBE = """<script>
+theme.click();
+picks[2].click();
+document.body.append(Object.assign(document.createElement("pre"), {id: "report", textContent: JSON.stringify({
+  sizes: all("svg").map((drawing) => [drawing.getBoundingClientRect().width, drawing.getBoundingClientRect().height]),
+  labels: all("svg text").filter((label) => label.getBoundingClientRect().width === 0).length,
+  tooWide: root.scrollWidth - root.clientWidth,
+  scrolls: all(".scrolled").some((region) => region.scrollWidth > region.clientWidth),
+  theme: [root.dataset.theme, getComputedStyle(root).colorScheme, theme.textContent],
+  picked: all("tr.on").map((row) => row.cells[0].textContent),
+  bright: all("polyline[data-m]").filter((line) => getComputedStyle(line).opacity === "1").length,
+  copy: !copy.hidden,
+})}));
+</script></body>"""
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine (Debian's package is chromium)")
+@pytest.mark.skipif(sys.platform == "win32", reason="its Chromium does not print to a console")
+def test_a_browser_shows_it(tmp_path):
+    file = tmp_path / "page.html"
+    file.write_text(page(LARGE, title="t", paper=reported("normal")).replace("</body>", PROBE), encoding="utf-8")
+    options = [
+        "--window-size=500,800",
+        "--enable-logging=stderr",
+        "--force-prefers-reduced-motion",
+        f"--user-data-dir={tmp_path}/home",
+    ]
+    seen = subprocess.run(
+        [BROWSER, *QUIET.split(), *options, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=60
+    )
+    assert "CONSOLE" not in seen.stderr, [line for line in seen.stderr.splitlines() if "CONSOLE" in line]
+    report = json.loads(text(next(Tree(seen.stdout).all("pre", id="report"))))
+    assert len(report["sizes"]) == 20 + 15 + 1 and all(width > 20 and height > 5 for width, height in report["sizes"])
+    assert report["labels"] == 0
+    assert report["tooWide"] <= 0 and report["scrolls"], "the tables scroll, the page does not"
+    assert report["theme"] in (["dark", "dark", "Light"], ["light", "light", "Dark"])
+    assert report["picked"] == ["method_2", "method_2"] and report["bright"] == 15
+    assert report["copy"]

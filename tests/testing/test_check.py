@@ -1,0 +1,100 @@
+"""Every registered method passes the conformance suite on every family, and the suite finds what is wrong."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+import torch
+
+import acclimate
+from acclimate.core.registry import _REGISTRY, find
+from acclimate.errors import ConformanceError
+from acclimate.testing.check import CHECKS, Case
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", acclimate.list_methods())
+def test_method_conforms(name, family, check):
+    cls = find(name)
+    if check in cls.exceptions:
+        pytest.xfail(cls.exceptions[check])
+    CHECKS[check](Case(cls, family))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reference": True},
+        {"generator": False},
+        {"init": "zero"},
+        {"conditioners": "kv"},
+        {"conditioners": "v"},
+        {"blocks": [0, 3]},
+        {"margin": 1.5, "recovery": 0.6},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("check", CHECKS)
+def test_dct_conforms_with_options(check, options):
+    CHECKS[check](Case(find("dct"), "timm", options))
+
+
+@pytest.fixture
+def forget_methods():
+    known = dict(_REGISTRY)
+    yield
+    _REGISTRY.clear()
+    _REGISTRY.update(known)
+
+
+def test_check_method_reports_every_outcome():
+    outcomes = acclimate.check_method("source")
+    assert set(outcomes.values()) == {"passed"}
+    assert len(outcomes) == 3 * len(CHECKS)
+
+
+@pytest.mark.usefixtures("forget_methods")
+def test_check_method_finds_state_outside_of_torch():
+    @acclimate.register("forgetful")
+    class Forgetful(find("tent")):
+        """Counts its steps in a place that reset, snapshot and save do not know of."""
+
+        calls = 0
+
+        def step(self, images, engine):
+            self.calls += 1
+            step = super().step(images, engine)
+            step.logits = step.logits + self.calls
+            return step
+
+    with pytest.raises(ConformanceError) as error:
+        acclimate.check_method("forgetful")
+    for check in ("reset_equals_freshly_wrapped", "save_load_continue", "snapshot_and_rollback"):
+        assert f"timm: {check}" in str(error.value)
+    assert "batch_of_one" not in str(error.value)
+
+
+@pytest.mark.usefixtures("forget_methods")
+def test_check_method_finds_an_undeclared_change():
+    @acclimate.register("sneaky")
+    class Sneaky(find("tent")):
+        def step(self, images, engine):
+            with torch.no_grad():
+                engine.vit.head.bias.add_(0.1)
+            return super().step(images, engine)
+
+    with pytest.raises(ConformanceError, match="only_declared_parameters_change"):
+        acclimate.check_method("sneaky")
+
+
+@pytest.mark.usefixtures("forget_methods")
+def test_declared_exceptions_are_excused_with_their_reason():
+    @acclimate.register("honest")
+    class Honest(find("source")):
+        exceptions: ClassVar = {"batch_of_one": "needs neighbours"}
+
+    assert acclimate.check_method("honest")["timm: batch_of_one"] == "excused: needs neighbours"
+    Honest.exceptions = {"no_such_check": "typo"}
+    with pytest.raises(ConformanceError, match="no_such_check"):
+        acclimate.check_method("honest")
