@@ -50,9 +50,9 @@ def main() -> None:
 
 
 def measured(name: str, batches: list[torch.Tensor]) -> list[str]:
-    needs = find(name).needs
+    needs = find(name).info.needs
     source = fitting(bundled.source(), needs) if needs else None
-    cost = measure(bundled.model(), name, batches, options=bundled.ASSETS.get(name), source=source)
+    cost = measure(bundled.model(), name, batches, options=bundled.ASSETS.get(name), source_statistics=source)
     each = 1000 * cost.seconds / len(batches[1])
     memory = "" if cost.peak_mib is None else f"{cost.peak_mib:.0f}"
     return [f"{cost.ratio:.1f}", f"{each:.1f}", f"{cost.forward:.2f}", f"{cost.backward:.2f}", memory]

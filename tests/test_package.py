@@ -12,6 +12,7 @@ import torch
 
 import acclimate
 from acclimate import cli
+from acclimate.core import registry
 from acclimate.testing.check import tiny_vit
 
 README = Path(__file__).parents[1] / "README.md"
@@ -64,7 +65,7 @@ def test_the_method_in_the_readme_conforms():
     try:
         exec(code, {})
     finally:
-        assert acclimate.core.method._REGISTRY.pop("mine", None) is not None
+        assert registry._REGISTRY.pop("mine", None) is not None
 
 
 def test_the_calls_in_the_readme_work(tmp_path, batches, monkeypatch):
@@ -87,7 +88,7 @@ def test_methods_command(capsys):
 
 @pytest.mark.parametrize("name", acclimate.list_methods())
 def test_every_option_is_documented(name):
-    cls = acclimate.core.method.find(name)
+    cls = registry.find(name)
     for option in cls.options():
         assert re.search(rf"^ +{option}: ", cls.__doc__, re.M), f"{name}: {option}"
 
@@ -120,7 +121,7 @@ def test_check_command_on_a_file(tmp_path, capsys):
         assert cli.main(["check", str(file)]) == 0
         assert "mine-from-a-file  timm: batch_of_one: passed" in capsys.readouterr().out
     finally:
-        acclimate.core.method._REGISTRY.pop("mine-from-a-file", None)
+        registry._REGISTRY.pop("mine-from-a-file", None)
     file.write_text("import acclimate\n")
     assert cli.main(["check", str(file)]) == 2
     assert "registers no method" in capsys.readouterr().err

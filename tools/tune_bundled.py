@@ -106,7 +106,7 @@ def main() -> None:
             [Stream(domain, seed=1) for domain in domains],
             [(method, trial) for trial in distinct.values()],
             model_name="acclimate_bundled",
-            source=bundled.source(),
+            source_statistics=bundled.source(),
             store=store,
             jobs=options.jobs,
             console=console,

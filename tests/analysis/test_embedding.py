@@ -49,17 +49,17 @@ def test_the_head_makes_the_logits_of_the_last_layer_and_looking_changes_nothing
     for batch in tiny_batches():
         adapter(batch)
     before = adapter.snapshot()
-    whole = adapter.engine.whole
+    whole = adapter.engine.samples_interact
     last = torch.from_numpy(embed(adapter, images(), layers=[SIZES.depth]).class_tokens[SIZES.depth])
     with adapter.frozen():
         logits = adapter(images())
     # CoTTA predicts by its teacher, head included
-    teacher = adapter.engine.standing_at(adapter.method.teacher.weights) if method == "cotta" else nullcontext()
+    teacher = adapter.engine.adapted.using(adapter.method.teacher.weights) if method == "cotta" else nullcontext()
     with teacher:
         torch.testing.assert_close(adapter.engine.vit.head(last), logits, atol=1e-4, rtol=1e-4)
     after = adapter.snapshot()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert adapter.engine.whole == whole
+    assert adapter.engine.samples_interact == whole
 
 
 def test_conditioners_are_what_attention_appends(family):

@@ -51,8 +51,8 @@ def test_a_radius_of_zero_is_a_plain_step_on_the_entropy():
     adapter(images)
     entropy(model(images)).mean().backward()
     before = dict(model.named_parameters())
-    assert adapter.engine.named
-    for name, p in adapter.engine.named.items():
+    assert adapter.engine.adapted.named
+    for name, p in adapter.engine.adapted.named.items():
         source = before[name.removeprefix("model/")]
         assert source.grad.abs().max() > 1e-4
         torch.testing.assert_close(p.detach(), source.detach() - 0.1 * source.grad, rtol=1e-4, atol=1e-6)

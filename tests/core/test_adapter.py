@@ -31,12 +31,12 @@ from acclimate.testing.check import same, tiny_batches, tiny_vit
 def test_bad_images_are_refused_and_nothing_changes(images, message, batches):
     model = acclimate.adapt(tiny_vit(), "dct")
     model(batches[0])
-    before, record = model._capture(), model.record
+    before, record = model.state.capture(), model.record
     with pytest.raises(InputError, match=message):
         model(images)
     with pytest.raises(InputError, match=message), model.frozen():
         model(images)
-    same(model._capture(), before, "after bad images")
+    same(model.state.capture(), before, "after bad images")
     assert model.record is record
 
 
@@ -134,10 +134,10 @@ def test_rollback_needs_a_snapshot_of_this_adapter(batches):
     assert int(model.steps) == 1
     model.rollback(first)
     assert int(model.steps) == 0
-    before = model._capture()
+    before = model.state.capture()
     with pytest.raises(StateError, match="does not fit"):
         model.rollback(acclimate.adapt(tiny_vit(), "tent").snapshot())
-    same(model._capture(), before, "after a foreign snapshot")
+    same(model.state.capture(), before, "after a foreign snapshot")
     assert "step 0" in repr(first)
 
 
@@ -155,7 +155,7 @@ def test_an_error_inside_a_step_leaves_the_state_as_it_was(batches, monkeypatch)
         model = acclimate.adapt(tiny_vit(), "dct", guard=None)
         for images in batches[:steps]:
             model(images)
-        before = model._capture()
+        before = model.state.capture()
         calls = []
         original = model.engine.gradient
 
@@ -168,8 +168,8 @@ def test_an_error_inside_a_step_leaves_the_state_as_it_was(batches, monkeypatch)
         with monkeypatch.context() as patch, pytest.raises(NonFiniteError):
             patch.setattr(model.engine, "gradient", failing)
             model(batches[3])
-        same(model._capture(), before, "after an error")
-        assert all(p.grad is None for p in model.engine.parameters)
+        same(model.state.capture(), before, "after an error")
+        assert all(p.grad is None for p in model.engine.adapted.tensors)
 
 
 def test_threads_take_their_steps_one_after_another():
@@ -201,7 +201,7 @@ def test_threads_take_their_steps_one_after_another():
     alone = acclimate.adapt(tiny_vit(), "dct", lr=0.01)
     for i in order:
         assert torch.equal(alone(batches[i]), results[i])
-    same(alone._capture(), model._capture(), "threads")
+    same(alone.state.capture(), model.state.capture(), "threads")
 
 
 def test_frozen_holds_for_one_thread_only(batches):
@@ -223,7 +223,7 @@ def test_deepcopy_is_independent(batches):
     assert int(model.steps) == 1
     for images, logits in zip(batches[1:], expected):
         assert torch.equal(model(images), logits)
-    same(twin._capture(), model._capture(), "deepcopy")
+    same(twin.state.capture(), model.state.capture(), "deepcopy")
     with pytest.raises(ModelError, match="wrapped already"):
         acclimate.adapt(twin.model, "tent")
 
@@ -235,10 +235,10 @@ def test_conversion_takes_everything_along(batches):
     model.to(torch.float64)
     logits = model(batches[1])  # images follow the model's type
     assert logits.isfinite().all()
-    assert {p.dtype for p in model.engine.source} == {torch.float64}
-    assert all(v.dtype == torch.float64 for s in model.engine.optimizer.state.values() for v in s.values())
+    assert {p.dtype for p in model.engine.adapted.source} == {torch.float64}
+    assert all(v.dtype == torch.float64 for s in model.engine.adapted.optimizer.state.values() for v in s.values())
     model.reset()
-    assert model.engine.drift() == 0
+    assert model.engine.adapted.drift() == 0
 
 
 def test_a_copy_of_a_compiled_adapter_runs_its_own_model(batches):
@@ -284,7 +284,7 @@ def test_inference_mode_may_hold_around_everything(batches, tmp_path):
 def test_a_failing_pass_after_the_update_undoes_it(batches, monkeypatch):
     model = acclimate.adapt(tiny_vit(), "dct", predict="after")
     model(batches[0])
-    before = model._capture()
+    before = model.state.capture()
 
     def fail(images):
         raise MemoryError
@@ -292,7 +292,7 @@ def test_a_failing_pass_after_the_update_undoes_it(batches, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(model.engine, "predict", fail)
         model(batches[1])
-    same(model._capture(), before, "after a failed pass")
+    same(model.state.capture(), before, "after a failed pass")
 
 
 def test_samples_that_interact_take_part_in_the_second_pass(batches):
@@ -320,12 +320,12 @@ def test_samples_that_interact_take_part_in_the_second_pass(batches):
     second = torch.autograd.grad(again[again < margin].mean(), parameters)
     model = acclimate.adapt(build(), "sar", lr=0.5, margin=margin, recovery=0)
     model(images)
-    for ours, p, g in zip(model.engine.parameters, before, second):
+    for ours, p, g in zip(model.engine.adapted.tensors, before, second):
         torch.testing.assert_close(ours.detach(), p - 0.5 * g, atol=1e-5, rtol=1e-4)
 
 
 def test_an_unregistered_subclass_is_not_saved_under_its_parents_name(batches, tmp_path):
-    class Mine(acclimate.core.method.find("dct")):
+    class Mine(acclimate.core.registry.find("dct")):
         pass
 
     with pytest.raises(StateError, match="Mine is not registered"):

@@ -13,7 +13,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import acclimate
-from acclimate.core.engine import Engine, _pool, entropy, global_norm
+from acclimate.core.engine import Engine, entropy
+from acclimate.core.microbatches import _pool
+from acclimate.core.parameters import global_norm
 from acclimate.errors import ConfigError, NonFiniteError
 from acclimate.models.families import view
 from acclimate.models.view import parameters_of
@@ -40,7 +42,7 @@ def below(margin):
 
 
 def gradients(engine):
-    return {name: p.grad for name, p in engine.named.items()}
+    return {name: p.grad for name, p in engine.adapted.named.items()}
 
 
 def whole_batch(images, margin):
@@ -142,27 +144,27 @@ def test_samples_that_interact_are_passed_whole():
 
 def test_perturbed_stands_at_the_radius_and_comes_back():
     engine = engine_on(tiny_vit())
-    before = [p.detach().clone() for p in engine.parameters]
+    before = [p.detach().clone() for p in engine.adapted.tensors]
     engine.gradient(tiny_batches(1)[0], below(math.inf))
-    gradient = [p.grad.clone() for p in engine.parameters]
-    with engine.perturbed(0.05):
-        moved = [p.detach() - b for p, b in zip(engine.parameters, before)]
+    gradient = [p.grad.clone() for p in engine.adapted.tensors]
+    with engine.adapted.perturbed(0.05):
+        moved = [p.detach() - b for p, b in zip(engine.adapted.tensors, before)]
         assert float(global_norm(moved)) == pytest.approx(0.05, rel=1e-3)
         cosine = sum(float((m * g).sum()) for m, g in zip(moved, gradient)) / float(
             global_norm(moved) * global_norm(gradient)
         )
         assert cosine == pytest.approx(1, abs=1e-3)
-    assert all(torch.equal(p, b) for p, b in zip(engine.parameters, before))
-    with pytest.raises(KeyboardInterrupt), engine.perturbed(0.05):
+    assert all(torch.equal(p, b) for p, b in zip(engine.adapted.tensors, before))
+    with pytest.raises(KeyboardInterrupt), engine.adapted.perturbed(0.05):
         raise KeyboardInterrupt
-    assert all(torch.equal(p, b) for p, b in zip(engine.parameters, before))
+    assert all(torch.equal(p, b) for p, b in zip(engine.adapted.tensors, before))
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
     engine = engine_on(tiny_vit())
     with pytest.raises(NonFiniteError):
         engine.gradient(tiny_batches(1)[0], lambda z: (z.sum(1) * math.inf, torch.ones(len(z), dtype=torch.bool)))
-    assert all(p.grad is None for p in engine.parameters)
+    assert all(p.grad is None for p in engine.adapted.tensors)
 
 
 def test_classes_are_masked_before_the_softmax():
@@ -177,11 +179,11 @@ def test_classes_are_masked_before_the_softmax():
 
 def test_drift_is_relative_to_the_source():
     engine = engine_on(tiny_vit())
-    assert engine.drift() == 0
+    assert engine.adapted.drift() == 0
     with torch.no_grad():
-        for p in engine.parameters:
+        for p in engine.adapted.tensors:
             p.mul_(1.5)
-    assert engine.drift() == pytest.approx(0.5, rel=1e-4)
+    assert engine.adapted.drift() == pytest.approx(0.5, rel=1e-4)
 
 
 def test_entropy_of_extreme_logits():
@@ -203,14 +205,14 @@ def test_autocast_stays_close_to_float32(precision, batches):
         expected, logits = exact(images), fast(images)
         assert logits.dtype == torch.float32
         assert float((logits - expected).abs().mean()) < 0.15 * float(expected.abs().mean())
-    assert all(p.dtype == torch.float32 for p in fast.engine.parameters)
-    assert fast.engine.drift() > 0
+    assert all(p.dtype == torch.float32 for p in fast.engine.adapted.tensors)
+    assert fast.engine.adapted.drift() > 0
 
 
 def test_float16_overflow_halves_the_loss_scale_and_skips(batches):
     model = acclimate.adapt(tiny_vit(), "tent", precision="float16")
     model(batches[0])
-    before = {name: p.clone() for name, p in model.engine.named.items()}
+    before = {name: p.clone() for name, p in model.engine.adapted.named.items()}
     model.engine.loss_scale.fill_(2.0**120)
     model(batches[1])
     assert model.record.event.startswith("skipped")
@@ -220,7 +222,7 @@ def test_float16_overflow_halves_the_loss_scale_and_skips(batches):
     assert model.record.event is None and float(model.engine.loss_scale) > 1
     model.reset()
     model(batches[0])
-    assert all(torch.equal(p, before[name]) for name, p in model.engine.named.items())
+    assert all(torch.equal(p, before[name]) for name, p in model.engine.adapted.named.items())
 
 
 def test_compile_gives_the_same_run(batches):

@@ -88,7 +88,7 @@ def test_steps_equal_the_straightforward_form(size, micro_batch, margin, seed):
     for images, expected in zip(batches, outputs):
         torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-5)
     for name, p in norms.items():
-        torch.testing.assert_close(model.engine.named[f"model/{name}"], p, atol=1e-5, rtol=0)
+        torch.testing.assert_close(model.engine.adapted.named[f"model/{name}"], p, atol=1e-5, rtol=0)
     for name, p in generators.items():
         conditioner = conditioners[name.split(".")[1]]
         parts = conditioner.weights if name.endswith("weight") else conditioner.biases

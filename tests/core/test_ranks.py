@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import acclimate
-from acclimate.core import state
+from acclimate.core import statefile
 from acclimate.core.engine import entropy
 from acclimate.testing.check import same, tiny_batches, tiny_vit
 
@@ -63,7 +63,7 @@ def go(model, batches, cuts=CUTS):
     for images, cut in zip(batches, cuts):
         logits.append(model(part(images, cut)))
         records.append({name: value for name, value in asdict(model.record).items() if name != "milliseconds"})
-    return {"logits": logits, "records": records, "state": dict(model._capture())}
+    return {"logits": logits, "records": records, "state": dict(model.state.capture())}
 
 
 def attempt(call, *arguments, **options):
@@ -76,17 +76,10 @@ def attempt(call, *arguments, **options):
 
 
 def unchanged(model, before):
-    return all(torch.equal(before[name].nan_to_num(7), now.nan_to_num(7)) for name, now in model._capture().items())
+    return all(torch.equal(before[name].nan_to_num(7), now.nan_to_num(7)) for name, now in model.state.capture().items())
 
 
 # ---- scenes, played by both ranks -------------------------------------------------------------------------------------
-
-
-@scene
-def without_a_group(rank, folder):
-    """Comes first: nothing was given a group yet."""
-    acclimate.adapt(tiny_vit(), "tent")(tiny_batches(1)[0])
-    return {"imported": "acclimate.core.ranks" in sys.modules}
 
 
 @scene
@@ -112,19 +105,19 @@ SCENES |= {name: lambda rank, folder, name=name: go(wrap(name), tiny_batches(5))
 def eata(rank, folder):
     source = acclimate.source_statistics(tiny_vit(), tiny_batches(2, seed=3), kinds=["fisher"], batch_size=6)
     options = {"lr": 0.002, "margin": 1.5, "redundancy": 0.7, "fisher_weight": 5.0}
-    return go(wrap("eata", source=source, **options), tiny_batches(5))
+    return go(wrap("eata", source_statistics=source, **options), tiny_batches(5))
 
 
 @scene
 def cfa(rank, folder):
     source = acclimate.source_statistics(tiny_vit(), tiny_batches(2, seed=3), kinds=["features"])
-    return go(wrap("cfa", source=source, lr=0.005), tiny_batches(5))
+    return go(wrap("cfa", source_statistics=source, lr=0.005), tiny_batches(5))
 
 
 @scene
 def foa(rank, folder):
     source = acclimate.source_statistics(tiny_vit(), tiny_batches(2, seed=3), kinds=["class_tokens"])
-    return go(wrap("foa", source=source, population=4), tiny_batches(5))
+    return go(wrap("foa", source_statistics=source, population=4), tiny_batches(5))
 
 
 @scene
@@ -146,7 +139,7 @@ def after(rank, folder):
 def default_rates(rank, folder):
     model = wrap("sar", lr=None)
     model(part(tiny_batches(1)[0], 5))
-    return {"lr": model.engine.optimizer.param_groups[0]["lr"], "batch_size": int(model.batch_size)}
+    return {"lr": model.engine.adapted.optimizer.param_groups[0]["lr"], "batch_size": int(model.state.batch_size)}
 
 
 def sorted_by_entropy(model, images):
@@ -177,7 +170,7 @@ def bad_images(rank, folder):
     model = wrap("dct")
     first, second, third = tiny_batches(3)
     out = {"before": go(model, [first])}
-    before = model._capture()
+    before = model.state.capture()
     nan, small = third.clone(), third[..., :16, :16]
     nan[5, 0, 3, 3] = torch.nan
     out["errors"] = [
@@ -202,11 +195,11 @@ def not_finite(rank, folder):
     for guard in (None, "default"):
         model = wrap("sar", guard=guard)
         go(model, [first])
-        before = model._capture()
+        before = model.state.capture()
         out[f"error, guard {guard}"] = attempt(model, part(bright, 3))
         out[f"event, guard {guard}"] = model.record.event
         names = [name for name in before if name.startswith(("model/", "optimizer/", "method/"))]
-        out[f"unchanged, guard {guard}"] = all(torch.equal(before[n], model._capture()[n]) for n in names)
+        out[f"unchanged, guard {guard}"] = all(torch.equal(before[n], model.state.capture()[n]) for n in names)
         out[f"after, guard {guard}"] = go(model, [second])
     return out
 
@@ -278,8 +271,8 @@ def apart(rank, folder):
         model.model.norm.bias += rank
     errors.append(attempt(model, part(images, 2)))
     model.reset()
-    errors.append(attempt(model.engine.gather, images) if rank else attempt(model, images))
-    errors.append(attempt(model.engine.gather, images[:, : 2 + rank]))
+    errors.append(attempt(model.engine.ranks.gather, images) if rank else attempt(model, images))
+    errors.append(attempt(model.engine.ranks.gather, images[:, : 2 + rank]))
     if rank:  # predictions alone concern nobody else
         with model.frozen():
             model(images)
@@ -294,7 +287,7 @@ class Clumsy(acclimate.Method):
         self.late = late
         self.register_buffer("count", torch.tensor(0))
 
-    def attach(self, vit, rng):
+    def attach(self, vit, setup):
         self._norms = list(vit.blocks[0].norm1.parameters())
         return self._norms
 
@@ -305,7 +298,7 @@ class Clumsy(acclimate.Method):
         for late in (False, True):
             engine.gradient(images, lambda z: (entropy(z), torch.ones(len(z), dtype=torch.bool)))
             if late:
-                engine.update()
+                engine.adapted.update()
                 self.count += 1
             if engine.ranks.rank and int(self.count) == 2 + late and self.late == late:
                 self.late = None
@@ -319,7 +312,7 @@ def clumsy(rank, folder):
     for late in (False, True):
         model = wrap(Clumsy, late=late)
         go(model, tiny_batches(2))
-        before = model._capture()
+        before = model.state.capture()
         error = attempt(model, part(tiny_batches(1)[0], 3))
         out[str(late)] = {"error": error, "unchanged": unchanged(model, before), **go(model, tiny_batches(2))}
     return out
@@ -356,10 +349,10 @@ def copies(rank, folder):
 def gather(rank, folder):
     engine = wrap("tent").engine
     return [
-        engine.gather(torch.arange(12.0).view(6, 2)[part(torch.arange(6), 2)]),
-        engine.gather(part(torch.tensor([True, False, True]), 3)),
-        engine.gather(part(torch.arange(5), 0)),
-        engine.gather(torch.zeros(0, 4)),
+        engine.ranks.gather(torch.arange(12.0).view(6, 2)[part(torch.arange(6), 2)]),
+        engine.ranks.gather(part(torch.tensor([True, False, True]), 3)),
+        engine.ranks.gather(part(torch.arange(5), 0)),
+        engine.ranks.gather(torch.zeros(0, 4)),
     ]
 
 
@@ -370,7 +363,7 @@ def lost(rank, folder):
     go(model, tiny_batches(1))
     if rank:
         return None
-    before = model._capture()
+    before = model.state.capture()
     return {"error": attempt(model, tiny_batches(1)[0]), "unchanged": unchanged(model, before)}
 
 
@@ -498,7 +491,7 @@ def test_an_update_that_is_not_finite_on_one_rank_is_made_by_none(pair, guarded)
     same(after[0]["state"], after[1]["state"], "after")
     model = acclimate.adapt(tiny_vit(), "sar", **OPTIONS["sar"])
     alone = go(model, tiny_batches(2))
-    for name in model.engine.named:
+    for name in model.engine.adapted.named:
         torch.testing.assert_close(after[0]["state"][name], alone["state"][name], atol=1e-5, rtol=0)
 
 
@@ -568,7 +561,7 @@ def test_a_method_that_fails_on_one_rank_changes_no_rank(pair, late):
 def test_any_rank_may_save_and_any_number_may_go_on(pair):
     ranks = pair("files")
     assert [rank["error"].partition("none")[0] for rank in ranks] == [f"StateError: On rank 0: {pair.folder}/"] * 2
-    (first, header), (second, other) = (state.read(pair.folder / f"{rank}.safetensors") for rank in (0, 1))
+    (first, header), (second, other) = (statefile.read(pair.folder / f"{rank}.safetensors") for rank in (0, 1))
     same(first, second, "files")
     assert header == other and "group" not in header["options"]
     for rank in ranks:
@@ -591,16 +584,12 @@ def test_gather_joins_shares_of_any_size(pair):
         for found, wanted in zip(rank, expected):
             torch.testing.assert_close(found, wanted, atol=0, rtol=0)
     tensor = torch.zeros(2)
-    assert wrap("tent").engine.gather(tensor) is tensor
+    assert wrap("tent").engine.ranks.gather(tensor) is tensor
 
 
 def test_a_rank_that_is_gone_is_an_error(pair):
     left = pair("lost")[0]
     assert left["error"].startswith("StateError: The ranks lost each other") and left["unchanged"]
-
-
-def test_one_process_needs_nothing_of_this(pair):
-    assert not any(rank["imported"] for rank in pair("without_a_group"))
 
 
 if __name__ == "__main__":

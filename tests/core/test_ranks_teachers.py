@@ -21,7 +21,7 @@ METHODS = {
     "cmf": dict(lr=0.01, q=1.0),
     "rotta": dict(memory=8, every=8, lr=0.01, nu=0.3),
     "adacontrast": dict(lr=0.01, queue=16, neighbours=3, refine_after=8),
-    "dept-g": dict(find("dept-g").quick, steps=2),
+    "dept-g": dict(find("dept-g").info.quick, steps=2),
     "dda": dict(denoiser="gaussian", steps=10, start=3, scale=60.0, reference=True),
 }
 
@@ -33,7 +33,7 @@ def play(name, rank=None):
     logits = []
     for images, cut in zip(tiny_batches(), CUTS):
         logits.append(model(images if rank is None else images[cut:] if rank else images[:cut]))
-    return logits, dict(model._capture()), (model.record.used, model.record.loss)
+    return logits, dict(model.state.capture()), (model.record.used, model.record.loss)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import acclimate
-from acclimate.core import state
+from acclimate.core import statefile
 from acclimate.errors import ModelError, StateError
 from acclimate.testing.check import same, tiny_vit
 
@@ -31,13 +31,13 @@ def saved(tmp_path, batches):
 
 def test_the_header_says_what_it_is(saved):
     model, path = saved
-    tensors, header = state.read(path)
+    tensors, header = statefile.read(path)
     assert header["method"] == "dct" and header["config"]["lr"] == 0.01
     assert header["steps"] == 4 and header["format"] == 1
     assert set(header["versions"]) == {"acclimate", "torch", "timm"}
     assert header["model"] == {"class": "VisionTransformer", **model.fingerprint()}
     assert not any("qkv" in name or "mlp" in name for name in tensors)  # what changed, not the backbone
-    same(tensors, {**model._capture(), **model._constants()}, "in the file")
+    same(tensors, {**model.state.capture(), **model.state.constants()}, "in the file")
 
 
 def test_the_fingerprint_is_that_of_the_source(saved):
@@ -71,10 +71,10 @@ def test_a_file_of_another_model_is_refused(saved, build, message, batches):
     assert dict(model.named_modules()) == modules and [p.requires_grad for p in model.parameters()] == flags
     adapter = acclimate.adapt(model, "dct", lr=0.01)
     adapter(batches[0])
-    before = adapter._capture()
+    before = adapter.state.capture()
     with pytest.raises(StateError, match=message):
         adapter.load(path)
-    same(adapter._capture(), before, "after a refused file")
+    same(adapter.state.capture(), before, "after a refused file")
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_a_file_of_another_run_is_refused(saved, method, options, message, batch
     _, path = saved
     adapter = acclimate.adapt(tiny_vit(), method, **options)
     adapter(batches[0])
-    before = adapter._capture()
+    before = adapter.state.capture()
     with pytest.raises(StateError, match=message):
         adapter.load(path)
-    same(adapter._capture(), before, "after a refused file")
+    same(adapter.state.capture(), before, "after a refused file")
 
 
 def test_an_adapter_continues_from_its_own_file(saved, batches):
@@ -112,10 +112,10 @@ def test_a_wrapped_model_is_refused(saved):
 
 def rewritten(path, change):
     """The same file with another header, its digest made to fit."""
-    tensors, header = state.read(path)
+    tensors, header = statefile.read(path)
     change(header)
     text = json.dumps(header, sort_keys=True)
-    save_file(tensors, path, {"acclimate": text, "digest": state.digest(tensors, text)})
+    save_file(tensors, path, {"acclimate": text, "digest": statefile.digest(tensors, text)})
     return path
 
 
@@ -137,9 +137,9 @@ def test_another_version_or_method_is_refused(saved, change, message):
 
 def test_missing_tensors_are_refused(saved):
     _, path = saved
-    tensors, header = state.read(path)
+    tensors, header = statefile.read(path)
     del tensors["model/blocks.0.norm1.weight"]
-    state.write(path, tensors, header)
+    statefile.write(path, tensors, header)
     fresh = tiny_vit()
     with pytest.raises(StateError, match=r"blocks\.0\.norm1\.weight missing"):
         acclimate.load(path, fresh)
@@ -168,7 +168,7 @@ def test_a_truncated_file_is_refused(saved, tmp_path, share):
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(data[: int(share * len(data))])
     with pytest.raises(StateError):
-        state.read(broken)
+        statefile.read(broken)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -180,11 +180,11 @@ def test_a_flipped_bit_is_found(saved, tmp_path, position, bit):
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(data)
     try:
-        tensors, header = state.read(broken)
+        tensors, header = statefile.read(broken)
     except StateError:
         return
     # a flip in the padding or layout of the file's own index may leave the content whole
-    good_tensors, good_header = state.read(path)
+    good_tensors, good_header = statefile.read(path)
     assert header == good_header
     same(tensors, good_tensors, "read in spite of a flipped bit")
 
@@ -234,13 +234,13 @@ def test_the_write_is_flushed_before_and_after_the_rename(saved, monkeypatch):
 )
 def test_tensors_that_do_not_fit_are_refused_whole(saved, change, message):
     model, path = saved
-    tensors, header = state.read(path)
+    tensors, header = statefile.read(path)
     change(tensors)
-    state.write(path, tensors, header)
-    before = model._capture()
+    statefile.write(path, tensors, header)
+    before = model.state.capture()
     with pytest.raises(StateError, match=message):
         model.load(path)
-    same(model._capture(), before, "after a refused file")
+    same(model.state.capture(), before, "after a refused file")
     fresh = tiny_vit()
     with pytest.raises(StateError, match=message):
         acclimate.load(path, fresh)
@@ -290,6 +290,6 @@ def test_the_file_is_plain_safetensors(saved):
 
 
 def test_another_file_of_ours_is_refused(tmp_path):
-    state.write(tmp_path / "source.safetensors", {"head": torch.zeros(2)}, {"kind": "source model"})
+    statefile.write(tmp_path / "source.safetensors", {"head": torch.zeros(2)}, {"kind": "source model"})
     with pytest.raises(StateError, match="not the state of an adapter"):
         acclimate.load(tmp_path / "source.safetensors", tiny_vit())

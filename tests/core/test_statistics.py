@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import acclimate
 from acclimate import cli
-from acclimate.core import state
+from acclimate.core import statefile
 from acclimate.core.registry import find
 from acclimate.core.statistics import SourceStatistics, source_statistics
 from acclimate.data import bundled
@@ -109,7 +109,7 @@ def test_statistics_of_another_model_are_refused(tmp_path, statistics):
         other.head.bias.add_(1)
     before = other.head.bias.clone()
     with pytest.raises(StateError, match=r"s.safetensors holds the source statistics of another model.*other weights"):
-        acclimate.adapt(other, "eata", source=tmp_path / "s.safetensors")
+        acclimate.adapt(other, "eata", source_statistics=tmp_path / "s.safetensors")
     assert torch.equal(other.head.bias, before) and all(p.requires_grad for p in other.parameters())
     acclimate.adapt(other, "eta")  # it was not left wrapped
 
@@ -121,7 +121,7 @@ def test_other_files_are_refused(tmp_path, batches, statistics):
     save_file({"x": torch.zeros(1)}, tmp_path / "plain.safetensors")
     for name, message in (("state", "does not hold source statistics"), ("plain", "not a state file"), ("gone", "exist")):
         with pytest.raises(StateError, match=message):
-            acclimate.adapt(tiny_vit(), "eata", source=str(tmp_path / f"{name}.safetensors"))
+            acclimate.adapt(tiny_vit(), "eata", source_statistics=str(tmp_path / f"{name}.safetensors"))
     statistics.save(tmp_path / "s.safetensors")
     with pytest.raises(StateError, match="not the state of an adapter"):
         acclimate.load(tmp_path / "s.safetensors", tiny_vit())
@@ -131,26 +131,26 @@ def test_a_method_without_its_statistics_says_how_to_get_them():
     with pytest.raises(ConfigError, match=r"eata needs .*source_statistics\(.*acclimate source-statistics --model"):
         acclimate.adapt(tiny_vit(), "eata")
     features = source_statistics(tiny_vit(), IMAGES, kinds=["features"])
-    with pytest.raises(ConfigError, match=r"eata needs .*\(fisher\); source= has features, not fisher"):
-        acclimate.adapt(tiny_vit(), "eata", source=features)
+    with pytest.raises(ConfigError, match=r"eata needs .*\(fisher\); source_statistics= has features, not fisher"):
+        acclimate.adapt(tiny_vit(), "eata", source_statistics=features)
 
 
 def test_a_state_file_is_enough_to_go_on(tmp_path, batches, statistics):
-    adapter = acclimate.adapt(tiny_vit(), "eata", source=statistics, margin=5.0, redundancy=2.0)
+    adapter = acclimate.adapt(tiny_vit(), "eata", source_statistics=statistics, margin=5.0, redundancy=2.0)
     for images in batches:
         adapter(images)
     adapter.save(tmp_path / "state.safetensors")
-    assert state.read(tmp_path / "state.safetensors")[1]["source"] == statistics.about
+    assert statefile.read(tmp_path / "state.safetensors")[1]["source"] == statistics.about
     loaded = acclimate.load(tmp_path / "state.safetensors", tiny_vit())
     assert all(torch.equal(a, b) and a.any() for a, b in zip(loaded.method.fisher, adapter.method.fisher))
     loaded.reset()
     assert all(torch.equal(a, b) for a, b in zip(loaded.method.fisher, adapter.method.fisher))
     loaded.save(tmp_path / "again.safetensors")
-    assert state.read(tmp_path / "again.safetensors")[1]["source"] == statistics.about
+    assert statefile.read(tmp_path / "again.safetensors")[1]["source"] == statistics.about
 
 
 def test_methods_that_need_no_statistics_leave_them_alone(statistics):
-    assert acclimate.adapt(tiny_vit(), "tent", source=statistics).method.needs == ()
+    assert acclimate.adapt(tiny_vit(), "tent", source_statistics=statistics).method.info.needs == ()
 
 
 def test_bad_input_is_refused():
@@ -176,7 +176,7 @@ def test_command(tmp_path, capsys):
     out = tmp_path / "s.safetensors"
     assert cli.main(["source-statistics", "--samples", "20", "--batch-size", "8", "--out", str(out)]) == 0
     assert "fisher, features, class_tokens; samples 20, batch_size 8, labels given" in capsys.readouterr().out
-    model = acclimate.adapt(acclimate.bundled.model(), "eata", source=out)
+    model = acclimate.adapt(acclimate.bundled.model(), "eata", source_statistics=out)
     assert all(f.isfinite().all() and f.any() for f in model.method.fisher)
     for wrong, message in (
         (["--data", "imagenet"], "--root"),
@@ -219,11 +219,15 @@ def test_bench_gives_the_statistics_to_methods_that_need_them(tmp_path):
     with pytest.raises(ConfigError, match="eata needs"):
         acclimate.bench(bundled.model(), **common)
     own, _ = acclimate.bench(**common)
-    assert "2000 images in batches of 64" in own.spec.config["source"], "the bundled model has statistics of its own"
-    first, tent = acclimate.bench(**common, source=out)
-    assert "20 images in batches of 8" in first.spec.config["source"] and "source" not in tent.spec.config
+    assert "2000 images in batches of 64" in own.spec.config["source statistics"], (
+        "the bundled model has statistics of its own"
+    )
+    first, tent = acclimate.bench(**common, source_statistics=out)
+    assert (
+        "20 images in batches of 8" in first.spec.config["source statistics"] and "source statistics" not in tent.spec.config
+    )
     assert cli.main(["source-statistics", "--samples", "24", "--batch-size", "8", "--out", str(out)]) == 0
-    second, again = acclimate.bench(**common, source=out)
+    second, again = acclimate.bench(**common, source_statistics=out)
     assert second.spec.id != first.spec.id and not second.found and again.found
 
 
@@ -238,8 +242,19 @@ def test_the_paper_leaves_out_what_has_no_statistics(monkeypatch, tmp_path):
     both = [bundled.STATISTICS, bundled.PROMPTS]
     folder = str(tmp_path)
     denoisers = {"denoiser": "file.pt"}, {"denoiser": folder}
-    for options in ({}, {"source": bundled.STATISTICS}, {"source": both}, *denoisers, {"scale": "small"}):
+    for options in (
+        {},
+        {"source_statistics": bundled.STATISTICS},
+        {"source_statistics": both},
+        *denoisers,
+        {"scale": "small"},
+    ):
         list(paper.run(chosen, "somewhere", **options))
-    small = [("source", {}), ("eata", {}), ("dept-g", dict(find("dept-g").quick)), ("dda", dict(find("dda").quick))]
+    small = [
+        ("source", {}),
+        ("eata", {}),
+        ("dept-g", dict(find("dept-g").info.quick)),
+        ("dda", dict(find("dda").info.quick)),
+    ]
     with_dda = [["source", ("dda", how)] for how in ({"denoiser": "file.pt"}, {"generated": folder})]
     assert asked == [["source"], ["source", "eata"], ["source", "eata", "dept-g"], *with_dda, small]

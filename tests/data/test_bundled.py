@@ -75,7 +75,7 @@ def test_the_statistics_are_of_this_model():
     statistics = bundled.statistics()
     assert statistics.about["samples"] == 2000
     assert statistics.of("features")["class_counts"].sum() == 2000
-    acclimate.adapt(bundled.model(), "eata", source=statistics)
+    acclimate.adapt(bundled.model(), "eata", source_statistics=statistics)
 
 
 def test_a_sample_is_drawn_once_for_all():
@@ -198,7 +198,7 @@ def test_an_interrupted_bench_says_how_to_go_on(tmp_path, capsys, monkeypatch):
 def test_the_prompts_are_of_this_model():
     prompts = bundled.prompts()
     assert prompts.about["samples"] + prompts.about["held_out"] == 6000 and bundled.PROMPTS.stat().st_size < 1.5e6
-    model = acclimate.adapt(bundled.model(), "dept-g", source=prompts)
+    model = acclimate.adapt(bundled.model(), "dept-g", source_statistics=prompts)
     assert model.method.learned.sizes.prompts == 8
     assert [s.kinds for s in bundled.source(["prompts"])] == [["prompts"]] and bundled.source([]) == []
     assert [s.kinds for s in bundled.source(["prompts", "fisher"])] == [["class_tokens", "features", "fisher"], ["prompts"]]

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
-from support import GOLDEN, shared_golden
 
 from acclimate.data import _filters as filters
 from acclimate.data import _formulas as formulas
@@ -21,6 +20,7 @@ from acclimate.data.corruptions import CONSTANTS, CORRUPTIONS, EXTRA, FAMILIES, 
 from acclimate.data.sheet import contact_sheet
 from acclimate.errors import ConfigError, InputError
 from acclimate.testing import replay
+from support import GOLDEN, shared_golden
 
 ALL = (*CORRUPTIONS, *EXTRA)
 RECORDING = GOLDEN / "corruptions_64.safetensors"

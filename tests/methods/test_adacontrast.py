@@ -54,7 +54,7 @@ def test_the_first_loss_by_hand(batches, reference):
     optimizer.step()
     assert model.record.loss == pytest.approx(loss.item(), abs=1e-3)
     for n in names:
-        torch.testing.assert_close(model.engine.named[f"model/{n}"], plain.get_parameter(n), atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(model.engine.adapted.named[f"model/{n}"], plain.get_parameter(n), atol=1e-4, rtol=1e-3)
     with torch.no_grad():
         torch.testing.assert_close(logits, plain(images), atol=1e-2, rtol=1e-2)  # from after the update
 

@@ -49,7 +49,7 @@ def test_steps_are_those_of_the_paper(options, size, statistics):
     plain = tiny_vit()
     norms = [p for n, p in plain.named_parameters() if "norm" in n]
     optimizer = torch.optim.SGD(norms, lr=0.01, momentum=0.9)
-    model = acclimate.adapt(tiny_vit(), "cfa", source=statistics, lr=0.01, **options)
+    model = acclimate.adapt(tiny_vit(), "cfa", source_statistics=statistics, lr=0.01, **options)
     source = statistics.of("features")
     columns = options.get("classes", list(range(10)))
     source |= {name: source[name][columns] for name in ("class_means", "class_counts")}
@@ -65,7 +65,7 @@ def test_steps_are_those_of_the_paper(options, size, statistics):
         torch.testing.assert_close(model(images), logits.detach(), atol=1e-4, rtol=1e-4)
         assert model.record.used == size
         assert model.record.loss == pytest.approx(loss.item(), abs=1e-5)
-    for ours, theirs in zip(model.engine.parameters, norms):
+    for ours, theirs in zip(model.engine.adapted.tensors, norms):
         torch.testing.assert_close(ours.detach(), theirs.detach(), atol=2e-5, rtol=1e-5)
 
 
@@ -73,10 +73,10 @@ def test_the_source_itself_leaves_nothing_to_align():
     """A batch that is the source, with its own predictions as labels, is at distance 0; another one comes nearer."""
     images = tiny_batches(1)[0]
     source = source_statistics(tiny_vit(), images, kinds=["features"])
-    model = acclimate.adapt(tiny_vit(), "cfa", source=source)
+    model = acclimate.adapt(tiny_vit(), "cfa", source_statistics=source)
     model(images)
     assert model.record.loss == pytest.approx(0, abs=1e-6)
-    aligned = acclimate.adapt(tiny_vit(), "cfa", source=source, lr=0.002)
+    aligned = acclimate.adapt(tiny_vit(), "cfa", source_statistics=source, lr=0.002)
     losses = []
     for _ in range(8):
         aligned(tiny_batches(1, seed=8)[0])
@@ -85,7 +85,7 @@ def test_the_source_itself_leaves_nothing_to_align():
 
 
 def test_the_state_file_keeps_the_statistics(statistics, batches, tmp_path):
-    model = acclimate.adapt(tiny_vit(), "cfa", source=statistics, lr=0.01)
+    model = acclimate.adapt(tiny_vit(), "cfa", source_statistics=statistics, lr=0.01)
     model(batches[0])
     model.save(tmp_path / "state.safetensors")
     again = acclimate.load(tmp_path / "state.safetensors", tiny_vit())
@@ -94,14 +94,14 @@ def test_the_state_file_keeps_the_statistics(statistics, batches, tmp_path):
 
 
 def test_outputs_that_are_not_finite_change_nothing(statistics, batches):
-    model = acclimate.adapt(tiny_vit(), "cfa", source=statistics, guard=None)
+    model = acclimate.adapt(tiny_vit(), "cfa", source_statistics=statistics, guard=None)
     model(batches[0])
     before = model.snapshot()
     with torch.no_grad():
         model.engine.vit.head.weight.fill_(math.inf)
     with pytest.raises(NonFiniteError):
         model(batches[1])
-    after = model._capture()
+    after = model.state.capture()
     assert all(torch.equal(after[n], t) for n, t in before.items() if n.startswith(("model/", "method/", "optimizer/")))
 
 
@@ -126,4 +126,4 @@ def test_without_statistics_it_is_refused(model):
 )
 def test_impossible_options_are_refused(options, statistics):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), "cfa", source=statistics, **options)
+        acclimate.adapt(tiny_vit(), "cfa", source_statistics=statistics, **options)

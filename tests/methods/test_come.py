@@ -73,7 +73,7 @@ def test_methods_learn_from_it(method):
     plain = acclimate.adapt(tiny_vit(), method, lr=0.01)
     for _ in range(4):
         plain(images)
-    assert not torch.equal(plain.engine.parameters[0], model.engine.parameters[0])
+    assert not torch.equal(plain.engine.adapted.tensors[0], model.engine.adapted.tensors[0])
     with pytest.raises(ConfigError, match="loss='comet'"):
         acclimate.adapt(tiny_vit(), method, loss="comet")
 
@@ -101,7 +101,7 @@ def test_a_state_file_from_before_the_option_goes_on(tmp_path):
     model = acclimate.adapt(tiny_vit(), "sar")
     model(tiny_batches(1)[0])
     model.save(tmp_path / "new.safetensors")
-    tensors, header = acclimate.core.adapter.state.read(tmp_path / "new.safetensors")
+    tensors, header = acclimate.core.adapter.statefile.read(tmp_path / "new.safetensors")
     del header["config"]["loss"]
-    acclimate.core.adapter.state.write(tmp_path / "old.safetensors", tensors, header)
+    acclimate.core.adapter.statefile.write(tmp_path / "old.safetensors", tensors, header)
     assert acclimate.load(tmp_path / "old.safetensors", tiny_vit()).method.loss == "entropy"

@@ -22,7 +22,7 @@ def test_two_steps_by_hand(batches):
     names = [n for n, _ in student.named_parameters() if n.endswith((".weight", ".bias"))]
     optimizer = torch.optim.SGD([student.get_parameter(n) for n in names], lr=0.01, momentum=0.9)
     model = acclimate.adapt(tiny_vit(), "cotta", lr=0.01, teacher_momentum=0.8, restore=0, **HOW)
-    assert {n.removeprefix("model/") for n in model.engine.named} == set(names)
+    assert {n.removeprefix("model/") for n in model.engine.adapted.named} == set(names)
     for images in batches[:2]:
         p, q = student(images).softmax(-1), teacher(images).softmax(-1).detach()
         loss = -0.5 * (q * p.log() + p * q.log()).sum(-1).mean()
@@ -66,7 +66,7 @@ def test_everything_restored_is_the_source(batches):
     model = acclimate.adapt(tiny_vit(), "cotta", lr=0.1, restore=1, **HOW)
     model(batches[0])
     assert model.record.drift == 0
-    assert any(not torch.equal(w, s) for w, s in zip(model.method.teacher.weights, model.engine.source))
+    assert any(not torch.equal(w, s) for w, s in zip(model.method.teacher.weights, model.engine.adapted.source))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.7, 1.0])

@@ -36,7 +36,7 @@ def test_steps_are_those_of_the_paper(entropy_weight):
         assert model.record.used == int(used.sum())
         assert model.record.loss == pytest.approx(loss.item(), abs=1e-4)
         torch.testing.assert_close(model.method.shares, shares, atol=1e-5, rtol=1e-4)
-    for ours, theirs in zip(model.engine.parameters, norms):
+    for ours, theirs in zip(model.engine.adapted.tensors, norms):
         torch.testing.assert_close(ours.detach(), theirs.detach(), atol=1e-5, rtol=1e-4)
 
 
@@ -53,10 +53,10 @@ def test_nothing_used_moves_the_shares_alone(batches):
         model.head.weight.zero_()
         model.head.bias.zero_()
     model = acclimate.adapt(model, "delta", entropy_weight=True)
-    before = [p.detach().clone() for p in model.engine.parameters]
+    before = [p.detach().clone() for p in model.engine.adapted.tensors]
     model(batches[0])
     assert model.record.used == 0 and model.record.loss is None
-    assert all(torch.equal(p, b) for p, b in zip(model.engine.parameters, before))
+    assert all(torch.equal(p, b) for p, b in zip(model.engine.adapted.tensors, before))
     torch.testing.assert_close(model.method.shares, torch.full((10,), 0.1))
 
 
@@ -66,7 +66,7 @@ def test_a_class_that_was_never_predicted_does_not_overflow(batches):
     rare = int(model(batches[1])[0].argmax())
     model.method.shares[rare] = 0.0
     model(batches[1])
-    assert math.isfinite(model.record.loss) and all(p.isfinite().all() for p in model.engine.parameters)
+    assert math.isfinite(model.record.loss) and all(p.isfinite().all() for p in model.engine.adapted.tensors)
 
 
 def test_fewer_classes(batches):
@@ -80,7 +80,7 @@ def test_fewer_classes(batches):
 def test_learning_rate_and_bad_options(batches):
     model = acclimate.adapt(tiny_vit(), "delta")
     model(batches[0])
-    assert model.engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.00025 * 6 / 64)
+    assert model.engine.adapted.optimizer.param_groups[0]["lr"] == pytest.approx(0.00025 * 6 / 64)
     for options in ({"decay": 1.5}, {"momentum": -1}, {"lr": -1}):
         with pytest.raises(ConfigError, match=next(iter(options))):
             acclimate.adapt(tiny_vit(), "delta", **options)

@@ -29,7 +29,7 @@ def test_steps_are_those_of_the_paper(method, statistics):
     norms = {n: p for n, p in plain.named_parameters() if "norm" in n}
     anchor = {n: p.detach().clone() for n, p in norms.items()}
     optimizer = torch.optim.SGD(norms.values(), lr=0.01, momentum=0.9)
-    options = {"source": statistics, "fisher_weight": 50.0} if method == "eata" else {}
+    options = {"source_statistics": statistics, "fisher_weight": 50.0} if method == "eata" else {}
     model = acclimate.adapt(tiny_vit(), method, lr=0.01, margin=MARGIN, redundancy=REDUNDANCY, **options)
     average, redundant = None, 0
     for images in tiny_batches(6, size=8):
@@ -55,7 +55,7 @@ def test_steps_are_those_of_the_paper(method, statistics):
         assert model.record.loss == (pytest.approx(loss.item(), abs=1e-4) if used else None)
         torch.testing.assert_close(model.method.average, average, atol=1e-5, rtol=1e-5)
     assert redundant
-    for ours, theirs in zip(model.engine.parameters, norms.values()):
+    for ours, theirs in zip(model.engine.adapted.tensors, norms.values()):
         torch.testing.assert_close(ours.detach(), theirs.detach(), atol=1e-5, rtol=1e-5)
 
 
@@ -63,7 +63,7 @@ def test_the_anchor_holds(statistics, batches):
     drifts = {}
     for weight in (0.0, 100.0):
         model = acclimate.adapt(
-            tiny_vit(), "eata", source=statistics, lr=0.01, margin=5.0, redundancy=2.0, fisher_weight=weight
+            tiny_vit(), "eata", source_statistics=statistics, lr=0.01, margin=5.0, redundancy=2.0, fisher_weight=weight
         )
         for images in batches:
             model(images)
@@ -82,19 +82,21 @@ def test_nothing_moves_when_nothing_is_selected(batches):
     before = model.snapshot()
     model.method.redundancy = 0.0
     model(batches[1])
-    after = model._capture()
+    after = model.state.capture()
     assert model.record.used == 0 and model.record.loss is None
     assert all(torch.equal(after[n], t) for n, t in before.items() if n.startswith(("model/", "method/", "optimizer/")))
 
 
 def test_an_overflowing_anchor_changes_nothing(statistics, batches):
-    model = acclimate.adapt(tiny_vit(), "eata", source=statistics, lr=0.01, margin=5.0, redundancy=2.0, guard=None)
+    model = acclimate.adapt(
+        tiny_vit(), "eata", source_statistics=statistics, lr=0.01, margin=5.0, redundancy=2.0, guard=None
+    )
     model(batches[0])
     before = model.snapshot()
     model.method.fisher_weight = math.inf
     with pytest.raises(acclimate.errors.NonFiniteError, match="amended"):
         model(batches[1])
-    after = model._capture()
+    after = model.state.capture()
     assert all(torch.equal(after[n], t) for n, t in before.items() if n.startswith(("model/", "method/", "optimizer/")))
 
 
@@ -116,4 +118,4 @@ def test_fewer_classes(batches):
 )
 def test_impossible_options_are_refused(options, statistics):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), "eata", source=statistics, **options)
+        acclimate.adapt(tiny_vit(), "eata", source_statistics=statistics, **options)

@@ -20,7 +20,7 @@ def statistics():
 
 
 def wrap(statistics, model=None, **options):
-    return acclimate.adapt(model or tiny_vit(), "foa", source=statistics, **{"population": 4, **options})
+    return acclimate.adapt(model or tiny_vit(), "foa", source_statistics=statistics, **{"population": 4, **options})
 
 
 @pytest.mark.parametrize(("dimension", "population", "condition", "most"), [
@@ -130,7 +130,7 @@ def test_single_images(statistics, batches):
     model = wrap(statistics)
     with pytest.raises(InputError, match="a single image has none: collect"):
         model(batches[0][:1])
-    assert int(model.batch_size) == 0
+    assert int(model.state.batch_size) == 0
     model(batches[0])  # the stream may still begin
     before = model.snapshot()
     with model.frozen():
@@ -151,7 +151,7 @@ def test_what_is_not_finite_leaves_the_search_alone(statistics, batches):
         else:
             model(bright)
             assert model.record.event.startswith("skipped")
-        assert all(torch.equal(t, before[n]) for n, t in model._capture().items() if n.startswith("method/"))
+        assert all(torch.equal(t, before[n]) for n, t in model.state.capture().items() if n.startswith("method/"))
 
 
 def test_the_size_of_a_patch_is_found(family):

@@ -40,7 +40,8 @@ def test_an_image_by_hand(micro_batch):
     assert model.record.used == 2
     for name, p in plain.named_parameters():
         p, mine = (
-            t.detach().chunk(3) if "qkv.bias" in name else [t.detach()] for t in (p, model.engine.named[f"model/{name}"])
+            t.detach().chunk(3) if "qkv.bias" in name else [t.detach()]
+            for t in (p, model.engine.adapted.named[f"model/{name}"])
         )
         off = torch.cat([(a - b).abs().flatten() for i, (a, b) in enumerate(zip(p, mine)) if i != 1])  # but a key's bias
         assert float((off > 1e-5).float().mean()) < 0.01, name

@@ -18,11 +18,13 @@ from acclimate.testing.check import Case, tiny_batches, tiny_vit
 
 
 def adapted_values(model):
-    return {name: p.detach().clone() for name, p in model.engine.named.items()}
+    return {name: p.detach().clone() for name, p in model.engine.adapted.named.items()}
 
 
 def momenta(model):
-    return {n: model.engine.optimizer.state[p]["momentum_buffer"].clone() for n, p in model.engine.named.items()}
+    return {
+        n: model.engine.adapted.optimizer.state[p]["momentum_buffer"].clone() for n, p in model.engine.adapted.named.items()
+    }
 
 
 def test_source_is_the_plain_model(family, batches):
@@ -49,7 +51,7 @@ def test_tent_step_is_sgd_on_the_mean_entropy(batches):
         torch.testing.assert_close(model(images), logits.detach(), atol=1e-5, rtol=1e-5)
         assert model.record.loss == pytest.approx(loss.item(), abs=1e-5)
         assert model.record.used == len(images)
-    for ours, theirs in zip(model.engine.parameters, norms):
+    for ours, theirs in zip(model.engine.adapted.tensors, norms):
         torch.testing.assert_close(ours.detach(), theirs.detach(), atol=1e-6, rtol=1e-5)
 
 
@@ -70,9 +72,47 @@ def test_tent_step_is_sgd_on_the_mean_entropy(batches):
 )
 def test_learning_rates(method, batch, options, expected):
     model = acclimate.adapt(tiny_vit(), method, **options)
-    for images in (*tiny_batches(1, batch), *tiny_batches(1, 3)):  # a short last batch keeps the first one's
-        model(images)
-        assert [group["lr"] for group in model.engine.optimizer.param_groups] == pytest.approx(expected)
+    model(tiny_batches(1, batch)[0])
+    assert rates(model) == pytest.approx(expected)
+
+
+def rates(model):
+    return [group["lr"] for group in model.engine.adapted.optimizer.param_groups]
+
+
+@pytest.mark.parametrize(("method", "at_64"), [("tent", 0.001), ("eta", 0.001), ("zerosiam", 0.005)])
+def test_learning_rates_follow_the_batch(method, at_64, tmp_path):
+    """One image first and batches of 16 after it: the stream is learned from as if it had begun with 16."""
+    model = acclimate.adapt(tiny_vit(), method)
+    model(tiny_batches(1, 1)[0])
+    model(tiny_batches(1, 16)[0])
+    assert rates(model)[0] == pytest.approx(at_64 * 16 / 64)
+    model.save(tmp_path / "s.safetensors")
+    again = acclimate.load(tmp_path / "s.safetensors", tiny_vit())
+    for images in (*tiny_batches(1, 3, seed=4), *tiny_batches(2, 16, seed=5)):
+        assert torch.equal(model(images), again(images))
+    assert rates(again) == rates(model)
+
+
+def test_learning_rates_of_the_reference_are_those_of_the_first_batch():
+    model = acclimate.adapt(tiny_vit(), "tent", reference=True)
+    for size in (1, 16):
+        model(tiny_batches(1, size)[0])
+        assert rates(model) == pytest.approx([0.001 / 64])
+
+
+def test_a_step_that_fails_keeps_the_learning_rates_of_before(monkeypatch):
+    model = acclimate.adapt(tiny_vit(), "tent")
+    model(tiny_batches(1, 16)[0])
+    before = rates(model)
+
+    def fail(images, engine):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model.method, "step", fail)
+    with pytest.raises(KeyboardInterrupt):
+        model(tiny_batches(1, 2)[0])
+    assert rates(model) == before and int(model.state.batch_size) == 16
 
 
 @pytest.mark.parametrize(("batch", "expected"), [(32, [5e-4, 1e-3]), (1, [1.5625e-5, 1e-4])])
@@ -94,12 +134,12 @@ def test_leading_blocks():
 
 def test_the_reference_skips_by_name_alone():
     model = acclimate.adapt(deep(6), "dct", reference=True)
-    assert {int(n.split(".")[1]) for n in model.engine.named if n.startswith("model/")} == set(range(6))
+    assert {int(n.split(".")[1]) for n in model.engine.adapted.named if n.startswith("model/")} == set(range(6))
 
 
 def test_default_and_reference_skip_rules_of_24_blocks():
     def blocks(model):
-        return sorted({int(name.split(".")[1]) for name in model.engine.named})
+        return sorted({int(name.split(".")[1]) for name in model.engine.adapted.named})
 
     default = acclimate.adapt(deep(24), "dct")
     assert blocks(default) == list(range(21))
@@ -191,7 +231,7 @@ def test_free_conditioners_are_the_same_for_every_sample(batches):
     assert conditioner.weights is None
     values = conditioner.conditioners(torch.randn(4, 32))
     torch.testing.assert_close(values, values[:, :1].expand_as(values))
-    assert not torch.equal(conditioner.biases["v"], model._initial["method/generators.2.biases.v"])
+    assert not torch.equal(conditioner.biases["v"], model.state.initial["method/generators.2.biases.v"])
     fresh = acclimate.adapt(tiny_vit(), "dct", generator=False)
     assert torch.equal(conditioner.biases["q"], fresh.method.generators["2"].biases["q"])
 
@@ -200,7 +240,7 @@ def test_blocks_option_chooses_the_blocks():
     for given, expected in ((2, [0, 1]), ([1, 3], [1, 3])):
         model = acclimate.adapt(tiny_vit(), "dct", blocks=given)
         assert sorted(map(int, model.method.generators)) == expected
-        assert sorted({int(n.split(".")[1]) for n in model.engine.named if n.startswith("model/")}) == expected
+        assert sorted({int(n.split(".")[1]) for n in model.engine.adapted.named if n.startswith("model/")}) == expected
         model(tiny_batches(1)[0])
     for wrong in (5, [4], [-1], 0, [], [0, 0]):
         with pytest.raises(ConfigError, match="blocks="):
@@ -246,7 +286,7 @@ def test_reference_momentum_drifts_when_no_sample_is_reliable(method, batches):
     average = float(model.method.average)
     model.method.margin = 0.0
     model(batches[1])
-    for name, p in model.engine.named.items():
+    for name, p in model.engine.adapted.named.items():
         torch.testing.assert_close(p.detach(), values[name] - 0.01 * 0.9 * buffers[name])
     assert float(model.method.average) == average
 
@@ -258,9 +298,9 @@ def test_recovery_starts_afresh_and_reference_does_not(method, batches):
         model(batches[0])
         assert model.record.event == "recovered"
         assert model.record.recovery == pytest.approx(model.record.loss)
-        assert all(torch.equal(p, s) for p, s in zip(model.engine.parameters, model.engine.source))
+        assert all(torch.equal(p, s) for p, s in zip(model.engine.adapted.tensors, model.engine.adapted.source))
         assert math.isnan(model.method.average) is (not reference)
-        assert bool(model.engine.optimizer.state) is reference
+        assert bool(model.engine.adapted.optimizer.state) is reference
         with model.frozen():
             expected = model(batches[1])
         torch.testing.assert_close(model(batches[1]), expected)
@@ -302,7 +342,7 @@ def test_impossible_options_are_refused(options):
 def test_no_step_takes_more_passes_than_declared(name):
     """A few kept samples may be passed forward once more, which is cheaper than backward through all."""
     adapter = Case(find(name)).wrap()
-    forward, backward = adapter.method.passes()
+    forward, backward = adapter.method.info.passes
     passes = adapter.engine.passes
     for images in tiny_batches(3, size=8):
         before = passes.forward, passes.backward

@@ -22,7 +22,7 @@ def test_it_is_eta_that_starts_anew_after_every_period():
         assert (model.record.event == "recovered") == (t in (3, 6))
         assert model.record.used == eta.record.used
         assert torch.equal(model.method.average.nan_to_num(), eta.method.average.nan_to_num())
-        for ours, theirs in zip(model.engine.parameters, eta.engine.parameters):
+        for ours, theirs in zip(model.engine.adapted.tensors, eta.engine.adapted.tensors):
             assert torch.equal(ours, theirs)
     assert model.record.drift > 0
 
@@ -30,7 +30,7 @@ def test_it_is_eta_that_starts_anew_after_every_period():
 def test_learning_rate_is_a_quarter_of_etas():
     model = acclimate.adapt(tiny_vit(), "rdumb")
     model(tiny_batches(1, 6)[0])
-    assert model.engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.00025 * 6 / 64)
+    assert model.engine.adapted.optimizer.param_groups[0]["lr"] == pytest.approx(0.00025 * 6 / 64)
 
 
 def test_a_step_that_fails_when_a_reset_is_due_changes_nothing():
@@ -38,7 +38,7 @@ def test_a_step_that_fails_when_a_reset_is_due_changes_nothing():
     batches = tiny_batches(3)
     for images in batches[:2]:
         model(images)
-    before = model._capture()
+    before = model.state.capture()
     look = model.method.look
 
     def fail(*arguments):
@@ -48,7 +48,7 @@ def test_a_step_that_fails_when_a_reset_is_due_changes_nothing():
     model.method.look = fail
     with pytest.raises(NonFiniteError):
         model(batches[2])
-    assert all(torch.equal(t.nan_to_num(), before[name].nan_to_num()) for name, t in model._capture().items())
+    assert all(torch.equal(t.nan_to_num(), before[name].nan_to_num()) for name, t in model.state.capture().items())
     model.method.look = look
     model(batches[2])
     assert model.record.event == "recovered"

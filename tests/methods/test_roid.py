@@ -56,7 +56,7 @@ def test_a_step_by_hand(batches):
     loss.backward()
     optimizer.step()
     assert model.record.loss == pytest.approx(loss.item(), abs=1e-4) and model.record.used == int(kept.sum())
-    for mine, theirs, start in zip(model.engine.parameters, norms, source):
+    for mine, theirs, start in zip(model.engine.adapted.tensors, norms, source):
         torch.testing.assert_close(mine.detach(), 0.9 * theirs.detach() + 0.1 * start, atol=1e-5, rtol=1e-4)
 
     mean = p.mean(0)
@@ -86,7 +86,7 @@ def test_a_window_learns_from_single_images_as_from_a_batch(method):
         # the last image knows the whole window's frequencies; those before it only what came before
         torch.testing.assert_close(outputs[-1], expected[-1:], atol=1e-5, rtol=1e-4)
         assert single.record.used == whole.record.used > 0
-        for mine, theirs in zip(single.engine.parameters, whole.engine.parameters):
+        for mine, theirs in zip(single.engine.adapted.tensors, whole.engine.adapted.tensors):
             torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
     assert single.record.step == 2 * len(first)
 
@@ -99,10 +99,10 @@ def test_a_window_needs_no_excuse(check):
 @pytest.mark.parametrize("method", ["roid", "cmf"])
 def test_a_stream_of_single_images_is_refused(method):
     model = acclimate.adapt(tiny_vit(), method, **HOW)
-    before = model._capture()
+    before = model.state.capture()
     with pytest.raises(InputError, match=r"pass at least two at once, let it collect some \(window=16\)"):
         model(tiny_batches(1, 1)[0])
-    after = model._capture()
+    after = model.state.capture()
     assert all(torch.equal(before[name].nan_to_num(), after[name].nan_to_num()) for name in before)
     model(tiny_batches(1, 4)[0])  # and it can go on
 
@@ -110,10 +110,10 @@ def test_a_stream_of_single_images_is_refused(method):
 def test_a_single_image_at_the_end_is_predicted():
     model = acclimate.adapt(tiny_vit(), "roid", lr=0.01, **HOW)
     model(tiny_batches(1, 4)[0])
-    before = [p.detach().clone() for p in model.engine.parameters]
+    before = [p.detach().clone() for p in model.engine.adapted.tensors]
     assert model(tiny_batches(1, 1)[0]).isfinite().all()
     assert model.record.event.startswith("skipped: a single image") and model.record.used == 0
-    assert all(torch.equal(p, b) for p, b in zip(model.engine.parameters, before))
+    assert all(torch.equal(p, b) for p, b in zip(model.engine.adapted.tensors, before))
 
 
 def test_equal_images(batches):
@@ -137,14 +137,14 @@ def test_filter_by_hand(batches):
     options = dict(lr=0.02, alpha=0.9, gamma=0.8, q=3.0)
     model = acclimate.adapt(tiny_vit(), "cmf", **options, **HOW)
     plain = acclimate.adapt(tiny_vit(), "roid", lr=0.02, source_momentum=1, **HOW)
-    count = sum(p.numel() for p in model.engine.parameters)
+    count = sum(p.numel() for p in model.engine.adapted.tensors)
     q = 3.0 * count / 38_400
     model(batches[0])
     plain(batches[0])
     gain = (1 - q) / (q + 1 - q)
     assert float(model.method.variance) == pytest.approx(gain * q)
     for mine, hidden, updated, source in zip(
-        model.engine.parameters, model.method.hidden.weights, plain.engine.parameters, model.engine.source
+        model.engine.adapted.tensors, model.method.hidden.weights, plain.engine.adapted.tensors, model.engine.adapted.source
     ):
         expected = gain * source + (1 - gain) * updated
         torch.testing.assert_close(hidden, expected.detach(), atol=1e-6, rtol=1e-5)

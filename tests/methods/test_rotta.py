@@ -80,7 +80,7 @@ def test_an_update_by_hand(batches):
     assert model.record.loss == pytest.approx(loss.item(), abs=1e-4) and model.record.used == 6
     for n, average in zip(norms, model.method.teacher.weights):
         start, updated = teacher.get_parameter(n), plain.get_parameter(n)
-        torch.testing.assert_close(model.engine.named[f"model/{n}"], updated, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(model.engine.adapted.named[f"model/{n}"], updated, atol=1e-4, rtol=1e-3)
         torch.testing.assert_close(average, (0.7 * start + 0.3 * updated).detach(), atol=1e-4, rtol=1e-3)
 
 
@@ -104,10 +104,10 @@ def test_a_failure_after_an_update_undoes_it(batches):
         return learn(engine)
 
     model.method.learn = failing
-    before = copy.deepcopy(dict(model._capture()))
+    before = copy.deepcopy(dict(model.state.capture()))
     with pytest.raises(NonFiniteError):
         model(batches[0])
-    after = model._capture()
+    after = model.state.capture()
     assert len(calls) == 2 and before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
 

@@ -29,7 +29,7 @@ def prompted(plain, images, tokens):
 def test_a_step_is_sars_on_the_prompts(deep, batches):
     plain = tiny_vit().requires_grad_(False)
     model = acclimate.adapt(tiny_vit(), "vpt", prompts=2, deep=deep, lr=0.3, margin=1.5, recovery=0.0)
-    tokens = [p.detach().clone().requires_grad_() for p in model.engine.parameters]
+    tokens = [p.detach().clone().requires_grad_() for p in model.engine.adapted.tensors]
     assert len(tokens) == (4 if deep else 1) and {tuple(p.shape) for p in tokens} == {(2, 32)}
     optimizer = torch.optim.SGD(tokens, lr=0.3, momentum=0.9)
     for images in batches[:2]:
@@ -47,30 +47,30 @@ def test_a_step_is_sars_on_the_prompts(deep, batches):
         torch.testing.assert_close(model(images), logits.detach(), atol=2e-5, rtol=1e-4)
         assert model.record.loss == pytest.approx(loss.item(), abs=1e-5)
         assert model.record.used == int((h < 1.5).sum()) > 0
-    for ours, theirs in zip(model.engine.parameters, tokens):
+    for ours, theirs in zip(model.engine.adapted.tensors, tokens):
         torch.testing.assert_close(ours.detach(), theirs.detach(), atol=1e-5, rtol=1e-4)
 
 
 def test_prompts_begin_as_in_the_paper():
     model = acclimate.adapt(tiny_vit(), "vpt", prompts=200)
     bound = math.sqrt(6 / (3 * 8**2 + 32))
-    (values,) = model.engine.parameters
+    (values,) = model.engine.adapted.tensors
     assert 0.99 * bound < float(values.detach().abs().max()) <= bound and abs(float(values.detach().mean())) < 0.02 * bound
-    assert list(model.engine.named) == ["method/tokens.0"]
+    assert list(model.engine.adapted.named) == ["method/tokens.0"]
 
 
 @pytest.mark.parametrize("batch", [6, 1])
 def test_the_default_learning_rate_follows_the_batch(batch):
     model = acclimate.adapt(tiny_vit(), "vpt")
     model(tiny_batches(1, batch)[0])
-    assert model.engine.optimizer.param_groups[0]["lr"] == pytest.approx(model.method.lr_at_64 * batch / 64)
+    assert model.engine.adapted.optimizer.param_groups[0]["lr"] == pytest.approx(model.method.lr_at_64 * batch / 64)
 
 
 def test_a_recovery_brings_back_the_first_prompts(batches):
     model = acclimate.adapt(tiny_vit(), "vpt", lr=0.3, margin=5.0, recovery=5.0)
-    before = model.engine.parameters[0].detach().clone()
+    before = model.engine.adapted.tensors[0].detach().clone()
     model(batches[0])
-    assert model.record.event == "recovered" and torch.equal(model.engine.parameters[0].detach(), before)
+    assert model.record.event == "recovered" and torch.equal(model.engine.adapted.tensors[0].detach(), before)
 
 
 def test_impossible_options_are_refused():

@@ -80,9 +80,9 @@ def test_given_rows_travel_with_their_samples():
         def weighted(logits, w):
             return w * logits.logsumexp(-1), w > 0
 
-        sweep = engine.gradient(images, weighted, given=[weights])
+        sweep = engine.gradient(images, weighted, extras=[weights])
         assert sweep.used == 2
-        gradients.append(torch.cat([p.grad.flatten() for p in engine.parameters]))
+        gradients.append(torch.cat([p.grad.flatten() for p in engine.adapted.tensors]))
     for other in gradients[1:]:
         torch.testing.assert_close(other, gradients[0], atol=1e-5, rtol=1e-4)
 
@@ -99,11 +99,11 @@ def test_a_sample_may_be_several_pictures():
 
 def test_standing_elsewhere_copies_nothing_and_comes_back():
     engine = acclimate.adapt(tiny_vit(), "tent", lr=0.1).engine
-    before = [p.detach().clone() for p in engine.parameters]
-    others = [torch.zeros_like(p) for p in engine.parameters]
-    places = [p.data_ptr() for p in engine.parameters]
-    with pytest.raises(RuntimeError, match="inside"), engine.standing_at(others):
-        assert not any(p.any() for p in engine.parameters)
+    before = [p.detach().clone() for p in engine.adapted.tensors]
+    others = [torch.zeros_like(p) for p in engine.adapted.tensors]
+    places = [p.data_ptr() for p in engine.adapted.tensors]
+    with pytest.raises(RuntimeError, match="inside"), engine.adapted.using(others):
+        assert not any(p.any() for p in engine.adapted.tensors)
         raise RuntimeError("inside")
-    assert all(torch.equal(p, b) for p, b in zip(engine.parameters, before)) and not any(o.any() for o in others)
-    assert [p.data_ptr() for p in engine.parameters] == places
+    assert all(torch.equal(p, b) for p, b in zip(engine.adapted.tensors, before)) and not any(o.any() for o in others)
+    assert [p.data_ptr() for p in engine.adapted.tensors] == places

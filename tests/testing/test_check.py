@@ -17,8 +17,8 @@ from acclimate.testing.check import CHECKS, Case
 @pytest.mark.parametrize("name", acclimate.list_methods())
 def test_method_conforms(name, family, check):
     cls = find(name)
-    if check in cls.exceptions:
-        pytest.xfail(cls.exceptions[check])
+    if check in cls.info.exceptions:
+        pytest.xfail(cls.info.exceptions[check])
     CHECKS[check](Case(cls, family))
 
 
@@ -95,6 +95,6 @@ def test_declared_exceptions_are_excused_with_their_reason():
         exceptions: ClassVar = {"batch_of_one": "needs neighbours"}
 
     assert acclimate.check_method("honest")["timm: batch_of_one"] == "excused: needs neighbours"
-    Honest.exceptions = {"no_such_check": "typo"}
+    Honest.info.exceptions = {"no_such_check": "typo"}
     with pytest.raises(ConformanceError, match="no_such_check"):
         acclimate.check_method("honest")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support import GOLDEN, shared_golden
 
 from acclimate.methods.sar import SAR
 from acclimate.testing import replay
+from support import GOLDEN, shared_golden
 
 
 def method_of(path):

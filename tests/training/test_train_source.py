@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import timm
 import torch
-from coloured import COLOURS, MEAN, STD, Interrupting, domain, pictures, same, write_folder
 from PIL import Image
 from rich.console import Console
 from safetensors import safe_open
@@ -26,13 +25,14 @@ from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer, _cfg, build_model_with_cfg, generate_default_cfgs
 
 from acclimate.cli import train as command
-from acclimate.core import state
+from acclimate.core import statefile
 from acclimate.data.catalog import open_data
 from acclimate.data.datasets import Corrupted
 from acclimate.data.disk import Preprocess, input_of
 from acclimate.errors import ConfigError, InputError, ModelError, NonFiniteError, StateError
 from acclimate.models.loading import load_model
 from acclimate.training.source_model import MODEL, Recipe, augmented, load_source, pace, split, train_source
+from coloured import COLOURS, MEAN, STD, Interrupting, domain, pictures, same, write_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAME = "vit_of_these_tests"
@@ -69,7 +69,7 @@ def test_it_learns_and_says_what_it_did(trained):
     out, outcome = trained
     assert outcome.accuracy > 0.8 and outcome.held_out == 6 and not outcome.found
     assert not list(out.parent.glob("*unfinished"))
-    header = state.read(out)[1]
+    header = statefile.read(out)[1]
     assert header["accuracy"] == outcome.accuracy and header["num_classes"] == 3 and len(header["history"]) == QUICK.epochs
     assert header["history"][0][0] > header["history"][-1][0]
     settings = header["settings"]
@@ -109,7 +109,7 @@ def test_an_interrupted_training_ends_with_the_same_weights(trained, tmp_path, r
     train(out, console=Console(file=shown))
     assert f"going on after epoch {epochs_done} of 4" in shown.getvalue().replace("\n", " ")
     assert len([line for line in shown.getvalue().splitlines() if "held out" in line]) == 4 - epochs_done
-    assert same(trained[0], out) and state.read(out)[1] == state.read(trained[0])[1]
+    assert same(trained[0], out) and statefile.read(out)[1] == statefile.read(trained[0])[1]
     assert [file.name for file in tmp_path.iterdir()] == [out.name]
 
 
@@ -142,14 +142,14 @@ def test_a_killed_command_goes_on(root, tmp_path):
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths})
     try:
-        while not (half.exists() and state.read(half)[1]["history"]):
+        while not (half.exists() and statefile.read(half)[1]["history"]):
             assert process.poll() is None
             time.sleep(0.02)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert process.returncode == -signal.SIGKILL and not out.exists()
-    assert 0 < len(state.read(half)[1]["history"]) < 30
+    assert 0 < len(statefile.read(half)[1]["history"]) < 30
     run(given)
     run(arguments(root, whole, "--epochs", "30"))
     assert same(out, whole)
@@ -213,7 +213,7 @@ def test_local_weights_with_another_head(tmp_path):
         ours = load_file(out)
         assert all(torch.equal(ours[name], tensor) for name, tensor in start.state_dict().items() if "head" not in name)
         assert ours["head.weight"].shape == (3, 24) and ours["head.weight"].any()
-        assert state.read(out)[1]["settings"]["weights"].startswith("file ")
+        assert statefile.read(out)[1]["settings"]["weights"].startswith("file ")
 
 
 def test_weights_that_cannot_be_had(tmp_path, monkeypatch):
@@ -328,10 +328,10 @@ def test_files_that_are_no_source_models(trained, tmp_path):
         file.write_bytes(damaged)
         with pytest.raises(StateError, match=message):
             load_source(file)
-    state.write(file, {"a": torch.zeros(1)}, {"method": "dct"})
+    statefile.write(file, {"a": torch.zeros(1)}, {"method": "dct"})
     with pytest.raises(StateError, match="no source model that acclimate trained, but a state file"):
         load_source(file)
-    tensors, header = state.read(trained[0])
+    tensors, header = statefile.read(trained[0])
     for other in (
         {"model": "test_resnet"},
         {"model": "test_vit"},
@@ -339,7 +339,7 @@ def test_files_that_are_no_source_models(trained, tmp_path):
         {"input_size": [3, 64, 64]},
         {"std": 1},
     ):
-        state.write(file, tensors, {**header, "settings": {**header["settings"], **other}})
+        statefile.write(file, tensors, {**header, "settings": {**header["settings"], **other}})
         with pytest.raises(StateError, match="cannot be rebuilt by timm"):
             load_source(file)
 

@@ -100,7 +100,7 @@ class Scene:
 
     def statistics_for(self, method: str, options: Mapping[str, Any]) -> SourceStatistics | None:
         """What a method with these options needs of the source data, if it needs anything."""
-        needs = create(method, options).needs
+        needs = create(method, options).info.needs
         return fitting(self.statistics, needs) if needs else None
 
     def adapted(
@@ -121,9 +121,11 @@ class Scene:
     ) -> Adapter:
         """The same, adapted to several domains, one after another, without a reset between them."""
         known = {**self.options.get(method, {}), **options}
-        needs = create(method, known).needs
+        needs = create(method, known).info.needs
         given = fitting(self.statistics, needs) if needs else None
-        adapter = adapt(copy.deepcopy(self.source), method, mean=self.mean, std=self.std, seed=seed, source=given, **known)
+        adapter = adapt(
+            copy.deepcopy(self.source), method, mean=self.mean, std=self.std, seed=seed, source_statistics=given, **known
+        )
         stream = Stream(domains, "continual" if len(domains) > 1 else "normal", batch_size=BATCH, seed=seed)
         shown = f"{method}, {domains[0].name}" + (f" to {domains[-1].name}" if len(domains) > 1 else "")
         for batch in track(stream, shown, console=console or Console(quiet=True), transient=True):
@@ -158,8 +160,8 @@ class Scene:
             same = [predicted(net, corrupted) == expected for net in (self.source, adapter)]
         before, after = (float(agrees.float().mean()) for agrees in same)
         return (
-            f"{int(adapter.steps)} steps moved what adapts by {100 * adapter.engine.drift():.2g} %; predictions are those "
-            f"of the clean picture for {100 * before:.1f} % of the pictures before, {100 * after:.1f} % after"
+            f"{int(adapter.steps)} steps moved what adapts by {100 * adapter.engine.adapted.drift():.2g} %; predictions are "
+            f"those of the clean picture for {100 * before:.1f} % of the pictures before, {100 * after:.1f} % after"
         )
 
 

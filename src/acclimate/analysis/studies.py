@@ -70,7 +70,7 @@ def run_all(
         seeds=[seed],
         batch_size=BATCH,
         protocol=Protocol(guard=False),
-        source=scene.statistics,
+        source_statistics=scene.statistics,
         model_name=scene.name,
         device=str(next(scene.source.parameters()).device),
         workers=0,  # the pictures are in memory
@@ -450,7 +450,7 @@ def measure_all(
         try:
             costs[method] = measure(
                 scene.source, method, batches, options=tuned(scene, method), mean=scene.mean, std=scene.std, seed=seed,
-                source=scene.statistics_for(method, tuned(scene, method)),
+                source_statistics=scene.statistics_for(method, tuned(scene, method)),
             )  # fmt: skip
         except AcclimateError as error:
             refused[method] = str(error)

@@ -142,7 +142,7 @@ def _bench(given: argparse.Namespace) -> None:
         tuned=not given.defaults,
         reference=given.reference,
         protocol=Protocol(given.predict, not (given.no_guard or given.reference), given.precision),
-        source=words(given.source_statistics) or None,
+        source_statistics=words(given.source_statistics) or None,
         weights=given.weights,
         device=given.device,
         threads=given.threads,

@@ -24,7 +24,7 @@ def _list() -> None:
     from rich.table import Table
 
     from ..core.registry import create, find, list_methods
-    from ..core.statistics import PROMPTS
+    from ..core.statistics import KINDS
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method", no_wrap=True)
@@ -32,15 +32,16 @@ def _list() -> None:
         table.add_column(column)
     for name in list_methods():
         cls = find(name)
-        statistics = [f"source statistics ({', '.join(cls.needs)})"] if cls.needs else []
-        statistics = ["prompts trained on the source"] if PROMPTS in cls.needs else statistics
-        needs = [*statistics, *(["augmentation"] if cls.augments else [])]
+        needs = [f"{KINDS[kind].what} ({kind})" for kind in cls.info.needs]
+        needs += ["augmentation"] if cls.info.augments else []
         needs += ["a diffusion model"] if "denoiser" in cls.options() else []
         windowed = "with window=" if "window" in cls.options() else "no"
-        alone = windowed if "batch_of_one" in cls.exceptions else "yes"
-        forward, backward = create(name, {}).passes()
+        alone = windowed if "batch_of_one" in cls.info.exceptions else "yes"
+        forward, backward = create(name, {}).info.passes
         passes = f"{forward} + {backward}" if backward else f"{forward}"
-        table.add_row(name, cls.adapts, ", ".join(needs) or "nothing", alone, passes, cls.remembers, cls.paper)
+        table.add_row(
+            name, cls.info.adapts, ", ".join(needs) or "nothing", alone, passes, cls.info.remembers, cls.info.paper
+        )
     console = Console()
     console.print(table)
     console.print(
@@ -57,7 +58,7 @@ def _explain(name: str) -> None:
     from ..core.registry import find
 
     cls = find(name)
-    print(f"{name} ({cls.paper}); adapts {cls.adapts}\n\n{inspect.cleandoc(cls.__doc__ or '')}\n")
+    print(f"{name} ({cls.info.paper}); adapts {cls.info.adapts}\n\n{inspect.cleandoc(cls.__doc__ or '')}\n")
     defaults = ", ".join(f"{option}={p.default!r}" for option, p in cls.options().items())
     print(f"acclimate.adapt(model, {name!r}, {defaults})")
 
@@ -65,7 +66,7 @@ def _explain(name: str) -> None:
 def _inspect(path: str) -> None:
     import json
 
-    from ..core.state import read
+    from ..core.statefile import read
 
     tensors, header = read(path)
     print(json.dumps(header, indent=2))

@@ -66,7 +66,7 @@ def _paper(given: argparse.Namespace) -> None:
             _plan(console, experiment, given.scale)
             continue
         options = dict(jobs=given.jobs, on=given.on, device=given.device, reference=given.reference, store=given.out)
-        options |= dict(source=words(given.source_statistics) or None)
+        options |= dict(source_statistics=words(given.source_statistics) or None)
         for title, results, reported in paper.run(
             experiment, given.root, scale=given.scale, source_models=given.source_models, denoiser=given.denoiser,
             console=console if console.is_terminal else Console(stderr=True), **options,
@@ -79,7 +79,7 @@ def _paper(given: argparse.Namespace) -> None:
                     console.print(beside(grid, reported.only(setting) if by_setting else reported))
                 for doubt in reported.doubts:
                     console.print(f"doubt: {doubt}", style="yellow")
-        left_out = experiment.lacking(options["source"], given.denoiser) if given.scale == "full" else []
+        left_out = experiment.lacking(options["source_statistics"], given.denoiser) if given.scale == "full" else []
         if left_out:
             console.print(f"Left out without --source-statistics or --denoiser: {', '.join(left_out)}.", style="dim")
 

@@ -17,7 +17,7 @@ examples:
       --source-statistics prompts.safetensors
 
 in Python:
-  model = acclimate.adapt(model, "dept-g", source="prompts.safetensors")
+  model = acclimate.adapt(model, "dept-g", source_statistics="prompts.safetensors")
 
 The losses and the schedule are those of the paper's source phase. Only prompts, classifier and DINO heads are trained, where
 the authors train the backbone as well. A tenth of every class is held out and scored, and decides nothing.

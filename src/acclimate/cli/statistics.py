@@ -19,7 +19,7 @@ examples:
   acclimate source-statistics --out stats.safetensors    the bundled model on bundled images that no bench shows
 
 in Python:
-  model = acclimate.adapt(model, "eata", source="stats.safetensors")
+  model = acclimate.adapt(model, "eata", source_statistics="stats.safetensors")
 """
 
 

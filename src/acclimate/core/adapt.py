@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, ModelError, StateError
+from ..errors import ConfigError, StateError
 from ..models.families import view
 from ..models.fingerprint import fingerprint
-from . import state
-from .adapter import WRAPPED, Adapter, check_model
+from . import statefile
+from .adapter import Adapter, check_model
 from .guard import Guard
 from .method import Method
+from .options import Options
+from .ranks import Alone, Ranks
 from .registry import create
-from .statistics import SourceStatistics, unknown
+from .statistics import SourceStatistics, blank
+from .wrapping import require_unwrapped
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from .ranks import Ranks
 
 
 @torch.inference_mode(False)
@@ -40,7 +40,7 @@ def adapt(
     seed: int = 0,
     mean: float | Sequence[float] | None = None,
     std: float | Sequence[float] | None = None,
-    source: SourceStatistics | str | PathLike[str] | None = None,
+    source_statistics: SourceStatistics | str | PathLike[str] | None = None,
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Adapter:
@@ -61,9 +61,9 @@ def adapt(
         mean: How the images are normalised, for methods that augment pixels: one number, or one per channel. A timm model
             with a `pretrained_cfg` says it itself; any other model needs it there. So `std`.
         std: See `mean`.
-        source: Statistics of the source data, or the file that they were saved to, for methods that need some (EATA, CFA):
-            see `acclimate.source_statistics`; or prompts that were trained on it (DePT-G): see `acclimate train-prompts`.
-            Other methods leave them alone.
+        source_statistics: Statistics of the source data, or the file that they were saved to, for methods that need some
+            (EATA, CFA, FOA): see `acclimate.source_statistics`; or prompts that were trained on it (DePT-G): see
+            `acclimate train-prompts`. Other methods leave them alone.
         group: A `torch.distributed` process group whose ranks adapt to one stream together. Every rank wraps an equal model
             and passes its share of each batch, which may be empty, and gets the logits of that share; the update is that of
             the whole batch, and the same on all ranks. Only what is given here is shared, never what torchrun has started:
@@ -84,30 +84,14 @@ def adapt(
         ...     logits = model(images.tensor_split(torch.distributed.get_world_size())[torch.distributed.get_rank()])
     """
     ranks = _ranks(group, model)
-    with nullcontext() if ranks is None else ranks.together():
-        return Adapter(
-            model,
-            create(method, options),
-            classes=classes,
-            predict=predict,
-            guard=guard,
-            micro_batch=micro_batch,
-            precision=precision,
-            compile=compile,
-            seed=seed,
-            mean=mean,
-            std=std,
-            source=SourceStatistics.given(source),
-            ranks=ranks,
-        )
+    with ranks.together():
+        statistics = None if source_statistics is None else SourceStatistics.opened(source_statistics)
+        shared = Options(classes, predict, guard, micro_batch, precision, compile, seed, mean, std)
+        return Adapter(model, create(method, options), shared, statistics=statistics, ranks=ranks)
 
 
-def _ranks(group: ProcessGroup | None, model: nn.Module) -> Ranks | None:
-    if group is None:
-        return None
-    from .ranks import Ranks  # only now: one process needs none of it
-
-    return Ranks(group, model)
+def _ranks(group: ProcessGroup | None, model: nn.Module) -> Alone:
+    return Alone() if group is None else Ranks(group, model)
 
 
 @torch.inference_mode(False)
@@ -119,31 +103,34 @@ def load(path: str | PathLike[str], model: nn.Module, *, group: ProcessGroup | N
     the same file and go on together, without one this process goes on alone.
     """
     ranks = _ranks(group, model)
-    with nullcontext() if ranks is None else ranks.together():
-        return _load(path, model, ranks)
+    with ranks.together():
+        adapter = _load(path, model, group)
+        try:
+            ranks.finish_load()
+        except BaseException:
+            adapter.unwrap()
+            raise
+        return adapter
 
 
-def _load(path: str | PathLike[str], model: nn.Module, ranks: Ranks | None) -> Adapter:
-    tensors, header = state.read(path)
-    if isinstance(model, Adapter) or model in WRAPPED:
-        raise ModelError("This model is wrapped already; use its adapter's load(), or pass the plain source model.")
+def _load(path: str | PathLike[str], model: nn.Module, group: ProcessGroup | None) -> Adapter:
+    tensors, header = statefile.read(path)
+    require_unwrapped(model, "use its adapter's load(), or pass the plain source model.")
     mine = fingerprint(view(model), model.state_dict())
     check_model(path, header, model, mine)
     try:
         options = {**header["options"], **header["config"]}
         if options["guard"] is not None:
             options["guard"] = Guard(**options["guard"])
-        needs = create(header["method"], header["config"]).needs
+        needs = create(header["method"], header["config"]).info.needs
         # what the method keeps of the source statistics is in the file
-        source = unknown(needs, view(model), {"class": "", **mine}, header.get("source") or {}) if needs else None
-        adapter = adapt(model, header["method"], source=source, group=None if ranks is None else ranks.group, **options)
+        known = blank(needs, view(model), {"class": "", **mine}, header.get("source") or {}) if needs else None
+        adapter = adapt(model, header["method"], source_statistics=known, group=group, **options)
     except (ConfigError, KeyError, TypeError) as error:
         raise StateError(f"{path} was written with a method or options that are not known here: {error}") from error
     adapter._fingerprint = mine  # hashing a large model once is enough
     try:
         adapter.resume(path, tensors, header)
-        if ranks is not None:
-            ranks.finish_load()
     except BaseException:
         adapter.unwrap()
         raise

@@ -2,19 +2,78 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 from ..errors import StateError
 
 
-def write_whole(file: Path, content: bytes) -> None:
-    """Write a file, and the folders above it, so that nobody ever sees a part of it."""
-    half = file.with_name(f".{file.name}.{os.getpid()}.half")
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Give a temporary file to write, which takes the place of `path` in one go if the block ends well.
+
+    `path` holds either what it held before or the whole new file, even after a crash.
+
+    Raises:
+        StateError: if the file cannot be written.
+    """
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        half.write_bytes(content)
-        os.replace(half, file)
+        descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     except OSError as error:
-        half.unlink(missing_ok=True)
-        raise StateError(f"Cannot write {file}: {error.strerror}.") from error
+        raise StateError(f"Cannot write {path}: {error.strerror}.") from error
+    temporary = Path(name)
+    try:
+        os.close(descriptor)
+        yield temporary
+        umask = os.umask(0)
+        os.umask(umask)
+        temporary.chmod(0o666 & ~umask)  # a temporary file is private; a saved one is like any other
+        _flush(temporary)
+        os.replace(temporary, path)
+        _flush(path.parent)
+    except BaseException as error:
+        temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise StateError(f"Cannot write {path}: {error.strerror or error}.") from error
+        raise
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, and make the folders above it, so that nobody ever sees a part of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StateError(f"Cannot write {path}: {error.strerror}.") from error
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def file_digest(path: Path) -> str:
+    """Return the SHA-256 of what is in a file. It is computed once for a file that does not change."""
+    about = path.stat()
+    return _digest(path, about.st_size, about.st_mtime_ns)
+
+
+@cache
+def _digest(path: Path, size: int, changed: int) -> str:
+    content = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            content.update(block)
+    return content.hexdigest()[:16]
+
+
+def _flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    if os.name == "nt" and path.is_dir():
+        return  # Windows cannot open a folder, and needs no such flush
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -2,14 +2,14 @@
 
 A method is a `torch.nn.Module`. What it learns is a parameter, what it remembers is a buffer, the rest is optimizer state;
 so reset, snapshot, save and rollback are written once, in the adapter. Its constructor is its configuration: typed keyword
-arguments with the paper's defaults, each stored under its own name.
+arguments with the paper's defaults, each stored under its own name. What it is and needs is declared in `info`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -19,7 +19,6 @@ from ..models.view import ViT
 from .engine import Engine
 
 if TYPE_CHECKING:
-    from ..data.datasets import Domain
     from .statistics import SourceStatistics
 
 
@@ -34,34 +33,72 @@ class Step:
     event: str | None = None
 
 
+@dataclass(frozen=True)
+class Info:
+    """What a method is, what it needs, and what it costs. A method whose options change one of these replaces its own.
+
+    Args:
+        paper: Authors, venue and year.
+        adapts: What it changes, in a few words.
+        remembers: What it keeps from step to step, beside what adapts.
+        needs: Kinds of source statistics that it cannot do without.
+        augments: Whether it uses `engine.to_pixels`. A model whose normalisation is not known is then refused when it is
+            wrapped.
+        passes: Forward and backward passes of an image in a step, at most.
+        views: Images that make up one sample. Where it is not 1, a batch is (batch, views, channels, height, width).
+        predicts_after: Whether the logits of a step come from after its update in any case.
+        updates_once: Whether nothing can fail after a step's first update. Otherwise the adapter keeps a copy of the state
+            during a step.
+        far_from_source: Whether its parameters go far from the source values on purpose. That distance is then no sign of a
+            collapse.
+        quick: Options with which the conformance suite runs, where the defaults would take it long.
+        exceptions: Checks of the conformance suite that it cannot meet, each with the reason.
+    """
+
+    paper: str = ""
+    adapts: str = "nothing"
+    remembers: str = "nothing"
+    needs: tuple[str, ...] = ()
+    augments: bool = False
+    passes: tuple[int, int] = (1, 0)
+    views: int = 1
+    predicts_after: bool = False
+    updates_once: bool = True
+    far_from_source: bool = False
+    quick: Mapping[str, Any] = field(default_factory=dict)
+    exceptions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a method may use when it is attached to a model.
+
+    Args:
+        rng: The generator of all random numbers.
+        statistics: The source statistics, for a method that needs some.
+    """
+
+    rng: torch.Generator
+    statistics: SourceStatistics | None = None
+
+    def statistics_of(self, kind: str) -> dict[str, Tensor]:
+        """Return the source statistics of one kind, by name."""
+        assert self.statistics is not None, "the adapter refuses a method without the statistics that it needs"
+        return self.statistics.of(kind)
+
+
 class Method(nn.Module):
-    """Base class of all methods. Subclass it, decorate it with `acclimate.register("name")`, run `check_method("name")`."""
+    """The base class of all methods.
+
+    Subclass it, decorate the class with `acclimate.register("name")`, and run `acclimate.check_method("name")`.
+    """
 
     name: ClassVar[str] = ""
-    paper: ClassVar[str] = ""
-    adapts: ClassVar[str] = "nothing"
-    remembers: ClassVar[str] = "nothing"
-    """What it keeps from step to step, beside what adapts."""
-    augments: ClassVar[bool] = False
-    """Whether it uses `engine.to_pixels`: a model whose normalisation is not known is then refused when it is wrapped."""
-    predicts_after: ClassVar[bool] = False
-    """Whether the logits of a step come from after its update anyway."""
-    updates_once: ClassVar[bool] = True
-    """Whether nothing can fail after a step's first update; otherwise the adapter keeps a copy of the state meanwhile."""
-    searches: ClassVar[bool] = False
-    """Whether it tries parameters far from the source's: then that distance is no sign of a collapse, to the guard."""
-    quick: ClassVar[Mapping[str, Any]] = {}
-    """Options with which the conformance suite runs, where the defaults would take it long."""
-    exceptions: ClassVar[Mapping[str, str]] = {}
-    """Checks of the conformance suite that this method cannot meet, each with the reason."""
-    pictures: int = 1
-    """Of which an image consists: where it is not 1, a batch is (batch, pictures, channels, height, width)."""
-    needs: tuple[str, ...] = ()
-    """Kinds of source statistics (see `source.py`) that this method cannot do without; some options may do without."""
+    info: Info = Info()
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
-        """The constructor's keyword arguments."""
+        """Return the constructor's keyword arguments."""
         parameters = inspect.signature(cls.__init__, eval_str=False).parameters
         return {name: p for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
@@ -70,34 +107,15 @@ class Method(nn.Module):
         """The configuration that makes an equal method: `type(method)(**method.config)`."""
         return {name: getattr(self, name) for name in self.options()}
 
-    def present(self, domain: Domain) -> Domain:
-        """What the bench shows to this method of a domain, if not just that."""
-        return domain
-
-    def files(self) -> dict[str, str]:
-        """Digests of the files that its options name, by option: a run is another one if what is in them changes."""
-        return {}
-
-    def passes(self) -> tuple[int, int]:
-        """Forward and backward passes of an image in a step, at most."""
-        return 1, 0
-
-    def receive(self, statistics: SourceStatistics, vit: ViT) -> None:
-        """Called before `attach` with the statistics that it `needs`: keep what the steps use, as `source.constants`."""
-
-    def beginnings(self) -> Mapping[str, Tensor]:
-        """What its parameters and buffers begin with, by name, where that depends on the statistics that it received.
-
-        A method whose state is read from a file received none: this is called once its constants are known.
-        """
-        return {}
-
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
-        """Prepare `vit` for adaptation and return the parameters that will change. Draw from `rng` alone."""
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Prepare a model for adaptation, and return the parameters that will change. Draw from `setup.rng` alone."""
         return []
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer | None:
-        """The optimizer over those parameters; `batch_size` is that of the stream's first batch."""
+        """Return the optimizer over those parameters, with the learning rates for batches of this size.
+
+        Where the size of the batches changes, this is called again for its learning rates.
+        """
         return None
 
     def step(self, images: Tensor, engine: Engine) -> Step:
@@ -105,13 +123,14 @@ class Method(nn.Module):
         raise NotImplementedError
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
-        """Logits without learning: for frozen calls, and for those of after an update. Exchange nothing with other ranks."""
+        """Return logits without learning, for frozen calls and after an update. Exchange nothing with other ranks."""
         return engine.predict(images)
 
     def extra_repr(self) -> str:
+        """Return the configuration, for `repr`."""
         return ", ".join(f"{name}={value!r}" for name, value in self.config.items())
 
 
 def scaled_lr(batch_size: int, at_64: float = 0.001) -> float:
-    """The learning rate that the field uses for the norms of ViT-B: 0.001 for 64 samples, proportional to the batch."""
+    """Return the learning rate that the field uses for the norms of ViT-B, which is proportional to the batch size."""
     return at_64 * batch_size / 64

@@ -1,4 +1,4 @@
-"""Several processes adapt to one stream: each passes its share of every batch, and all make the same update.
+"""One process, or several that adapt to one stream: each passes its share of every batch, and all make the same update.
 
 Every exchange begins with a meeting, in which each rank says where it is and brings a few numbers. The form is always the
 same, so a rank that fails brings its error to the next meeting of the others, whatever that is for, and all raise it
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -21,19 +21,68 @@ from torch import Tensor, nn
 from .. import errors
 from ..errors import AcclimateError, ConfigError, InputError, NonFiniteError, StateError
 
-PLACES = ("the start of a batch", "a gradient", "a gather", "the end of a load", "a failure")
-BATCH, SWEEP, GATHER, LOADED, FAILURE = range(len(PLACES))
+OCCASIONS = ("the start of a batch", "a gradient", "a gather", "the end of a load", "a failure")
+BATCH, GRADIENT, GATHER, LOADED, FAILURE = range(len(OCCASIONS))
 NUMBERS = 3  # that each rank brings to a meeting
 ON_CPU = ("gloo", "mpi")  # backends that take every tensor there; others exchange it where the model is
 
 
-class Ranks:
+class Alone:
+    """One process, which has every batch for itself."""
+
+    rank = 0
+    count = 1
+    shared = False  # whether several ranks may share a batch
+
+    def together(self) -> AbstractContextManager[None]:
+        """Inside, what fails on one rank fails on all of them, once they next exchange something."""
+        return nullcontext()
+
+    def start(self, samples: int, steps: int, drift: float) -> int:
+        """Begin a batch of which this rank has so many samples, and return how many all ranks have."""
+        return samples
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all ranks, in the order of ranks, from one row per sample of this rank's share of a batch.
+
+        A method that remembers samples (a bank), or that compares the samples of a batch (the k surest), has to do so with
+        what this returns. All ranks have to call it.
+        """
+        return tensor
+
+    def positions(self, images: Tensor) -> tuple[Tensor, int]:
+        """Return the positions of this rank's samples in the whole batch, and how many samples that has.
+
+        What is drawn for each sample has to be drawn for the whole batch, of which a rank then takes its positions: so all
+        ranks draw the same, and what one process would. All ranks have to call this.
+        """
+        return torch.arange(len(images)), len(images)
+
+    def share(self, rows: Tensor) -> Tensor:
+        """Return this rank's part of rows that all ranks hold. `gather` puts the parts together."""
+        return rows
+
+    def mean(self, values: Tensor) -> tuple[int, float]:
+        """Return how many values all ranks have, and their mean, NaN if there are none."""
+        return len(values), float(values.mean())
+
+    def sum(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return each tensor summed over the ranks, bit for bit the same on all. Call it only after a meeting."""
+        return tensors
+
+    def finish_load(self) -> None:
+        """Wait until every rank has read its state file."""
+
+
+class Ranks(Alone):
     """The ranks of a process group, which hold equal models and share the batches of one stream.
 
     Args:
         group: A `torch.distributed` process group.
         model: Of this rank; its device is where tensors are exchanged, if the group's backend can.
     """
+
+    shared = True
 
     def __init__(self, group: dist.ProcessGroup, model: nn.Module) -> None:
         if not isinstance(group, dist.ProcessGroup):
@@ -84,7 +133,7 @@ class Ranks:
         if any(lengths):
             said = self._exchange(torch.tensor(list(report), dtype=torch.uint8), lengths)
             _raise_together(error, [bytes(text.tolist()).decode() for text in said])
-        places = [PLACES[int(row[0])] for row in table]
+        places = [OCCASIONS[int(row[0])] for row in table]
         if len(set(places)) > 1:
             where = ", ".join(f"rank {rank} at {name}" for rank, name in enumerate(places))
             raise _agreed(StateError(f"The ranks went different ways ({where}): make the same calls on all of them."))
@@ -92,7 +141,6 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What fails inside on one rank fails on all; a meeting must follow in which the others can be told."""
         try:
             yield
         except Exception as error:
@@ -101,7 +149,6 @@ class Ranks:
             raise
 
     def start(self, samples: int, steps: int, drift: float) -> int:
-        """Begin a batch, of which this rank has so many samples; returns how many all ranks have."""
         table = self.meet(BATCH, samples, steps, math.inf if math.isnan(drift) else drift)
         for rank, (_, theirs, far) in enumerate(table):
             # drift may be rounded differently on another kind of device
@@ -119,17 +166,21 @@ class Ranks:
         return total
 
     def mean(self, values: Tensor) -> tuple[int, float]:
-        """How many values all ranks have, and their mean, NaN if there are none."""
-        table = self.meet(SWEEP, len(values), float(values.double().sum()))
+        table = self.meet(GRADIENT, len(values), float(values.double().sum()))
         count, total = (sum(column) for column in zip(*table))
         return int(count), total / count if count else math.nan
 
     def finish_load(self) -> None:
-        """Wait until every rank has read its state file."""
         self.meet(LOADED)
 
+    def positions(self, images: Tensor) -> tuple[Tensor, int]:
+        owners = self.gather(torch.full((len(images), 1), self.rank))[:, 0]
+        return (owners == self.rank).nonzero()[:, 0], len(owners)
+
+    def share(self, rows: Tensor) -> Tensor:
+        return rows.tensor_split(self.count)[self.rank]
+
     def gather(self, tensor: Tensor) -> Tensor:
-        """The rows of all ranks, in the order of ranks; each may bring another number of rows, or none."""
         row = math.prod(tensor.shape[1:]) * tensor.element_size()
         table = self.meet(GATHER, len(tensor), row)
         if len({size for _, size in table}) > 1:
@@ -139,8 +190,7 @@ class Ranks:
         rows = int(sum(rows for rows, _ in table))
         return torch.cat(parts).to(tensor.device).view(tensor.dtype).view(rows, *tensor.shape[1:])
 
-    def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Each tensor summed over the ranks, bit for bit the same on all. Only after a meeting."""
+    def sum(self, tensors: list[Tensor]) -> list[Tensor]:
         flat = torch.cat([tensor.flatten() for tensor in tensors]).to(self.device)
         with _connected():
             dist.all_reduce(flat, group=self.group)

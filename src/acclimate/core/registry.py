@@ -1,29 +1,38 @@
-"""The methods by name: built in, registered by a user, found as entry points, or read from a file."""
+"""The methods by name: built in, registered by a user, found as entry points, or read from a Python file."""
 
 from __future__ import annotations
 
+import hashlib
+import importlib.util
 import inspect
+import os
 import pkgutil
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import ConfigError, nearest
 from .method import Method
 
+GROUP = "acclimate.methods"  # of entry points; built-in methods are the modules of the package of the same name
+DEFAULT_METHODS = ("source", "tent", "sar", "dct")  # what a bench compares by default; lists begin with them
+
 M = TypeVar("M", bound=type[Method])
 _REGISTRY: dict[str, type[Method]] = {}
-_FIRST = ("source", "tent", "sar", "dct")  # in lists; the others follow by name
+_FILES: dict[Path, list[str]] = {}  # Python files that were read, and the methods that each registered
 
 
 def register(name: str) -> Callable[[M], M]:
-    """Class decorator that makes a method known by name to `adapt`, `check_method`, the state file and the command line."""
+    """Return a class decorator that makes a method known by name to `adapt`, the state file and the command line."""
 
     def decorate(cls: M) -> M:
         # a built-in one may be imported before the others, which may need it, as when it comes out of a pickle
-        if not cls.__module__.startswith("acclimate.methods."):
-            _load_built_in()
+        if not cls.__module__.startswith(f"{GROUP}."):
+            _load_all()
         signature = inspect.signature(cls.__init__)
         loose = [n for n, p in signature.parameters.items() if n != "self" and p.kind is not p.KEYWORD_ONLY]
         if loose and cls.__init__ is not Method.__init__:
@@ -39,15 +48,22 @@ def register(name: str) -> Callable[[M], M]:
 
 
 def list_methods() -> list[str]:
-    """Names of all registered methods."""
-    _load_built_in()
-    return [*_FIRST, *sorted(_REGISTRY.keys() - set(_FIRST))]
+    """Return the names of all registered methods, the usual four first."""
+    _load_all()
+    return [*DEFAULT_METHODS, *sorted(_REGISTRY.keys() - set(DEFAULT_METHODS))]
 
 
 def find(method: str | type[Method]) -> type[Method]:
-    """The class of a method, given by name or as itself."""
+    """Return the class of a method, given by name, as itself, or by the Python file that registers it."""
     if isinstance(method, type) and issubclass(method, Method):
         return method
+    if str(method).endswith(".py"):
+        names = read_file(str(method))
+        if len(names) > 1:
+            raise ConfigError(
+                f"{method} registers several methods ({', '.join(names)}): name one, as in {method}:{names[0]}."
+            )
+        return _REGISTRY[names[0]]
     known = list_methods()
     if method not in known:
         raise ConfigError(f"Unknown method {method!r}.{nearest(str(method).lower(), known, 0.5)} Known: {', '.join(known)}.")
@@ -55,7 +71,7 @@ def find(method: str | type[Method]) -> type[Method]:
 
 
 def create(method: str | type[Method], options: Mapping[str, Any]) -> Method:
-    """A method with its options; an option that it does not have is an error that names the nearest."""
+    """Return a method with its options; an option that it does not have is an error that names the nearest one."""
     cls = find(method)
     known = cls.options()
     for name in options:
@@ -66,19 +82,67 @@ def create(method: str | type[Method], options: Mapping[str, Any]) -> Method:
 
 
 def is_registered(method: Method) -> bool:
-    """Whether the method's name leads back to its class; a subclass does not inherit its parent's place."""
+    """Return whether the method's name leads back to its class; a subclass does not inherit its parent's place."""
     return _REGISTRY.get(method.name) is type(method)
+
+
+def read_file(file: str | os.PathLike[str]) -> list[str]:
+    """Run a Python file that registers methods, once, and return their names.
+
+    The file becomes a module whose name depends on its path, so that its classes can be sent to other processes that have
+    read it too.
+    """
+    path = Path(file).resolve()
+    if path not in _FILES:
+        if not path.is_file():
+            raise ConfigError(f"{file} does not exist: give a Python file that registers methods, or the name of one.")
+        known = set(list_methods())
+        name = f"acclimate_file_{hashlib.sha256(bytes(path)).hexdigest()[:16]}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:  # whatever a user's file raises
+            del sys.modules[name]
+            for new in set(_REGISTRY) - known:
+                del _REGISTRY[new]
+            raise ConfigError(f"{file} cannot be read as a file of methods: {type(error).__name__}: {error}") from error
+        _FILES[path] = [name for name in list_methods() if name not in known]
+    if not _FILES[path]:
+        raise ConfigError(f"{file} registers no method: decorate a class with acclimate.register(...).")
+    return _FILES[path]
+
+
+def files_read() -> list[Path]:
+    """Return the Python files that were read, for a process that has to know the same methods."""
+    return list(_FILES)
+
+
+def code_digest(cls: type[Method]) -> str | None:
+    """Return a digest of the file that a method was read from; None for a method that is part of a package."""
+    path = next((path for path, names in _FILES.items() if cls.name in names), None)
+    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 _loading = threading.RLock()
 _loaded = False
 
 
-def _load_built_in() -> None:
+def _load_all() -> None:
+    """Import the built-in methods, and those that other packages offer as entry points."""
     global _loaded
     with _loading:
-        if not _loaded:
-            for module in pkgutil.iter_modules(import_module("acclimate.methods").__path__):
-                if not module.name.startswith("_"):
-                    import_module(f"acclimate.methods.{module.name}")
-            _loaded = True
+        if _loaded:
+            return
+        for module in pkgutil.iter_modules(import_module(GROUP).__path__):
+            if not module.name.startswith("_"):
+                import_module(f"{GROUP}.{module.name}")
+        _loaded = True
+        for entry in entry_points(group=GROUP):
+            try:
+                cls = entry.load()
+            except Exception as error:  # one broken package must not take all methods away
+                raise ConfigError(f"The method {entry.name!r} of {entry.value} cannot be imported: {error}") from error
+            if isinstance(cls, type) and issubclass(cls, Method) and cls.name != entry.name:
+                register(entry.name)(cls)

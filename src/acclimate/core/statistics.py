@@ -2,11 +2,11 @@
 
     statistics = acclimate.source_statistics(model, clean_images)
     statistics.save("stats.safetensors")
-    model = acclimate.adapt(model, "eata", source="stats.safetensors")
+    model = acclimate.adapt(model, "eata", source_statistics="stats.safetensors")
 
-Each kind of statistic is one class here, with sums of a fixed size, so that any number of images can pass by; one kind is
-learned instead, by `prompts.py`. A method names the kinds that it needs (`Method.needs`) and keeps what it uses of them as
-constants of its own (`Method.receive`): its state file is enough to go on, wherever the statistics are.
+Each kind of statistic is one subclass of `Statistic`, with sums of a fixed size, so that any number of images can pass by; a
+kind may also be learned, by the package of the method that needs it. A method names the kinds that it needs (`Info.needs`)
+and keeps what it uses of them as constants of its own: its state file is enough to go on, wherever the statistics are.
 """
 
 from __future__ import annotations
@@ -23,31 +23,57 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import __version__
-from ..errors import ConfigError, InputError, ModelError, StateError, nearest, require_whole
+from ..errors import ConfigError, InputError, StateError, nearest, require_whole
 from ..models.families import view
 from ..models.fingerprint import fingerprint, require_same
 from ..models.view import ViT, parameters_of
-from . import state
-from .engine import Engine, of_all
+from . import statefile
+from .engine import Engine, keep_all
+from .wrapping import require_unwrapped
 
 AT_ONCE = 32  # images in a pass without gradients
 
 
 class Statistic:
-    """One kind: what it adds up over the source images, and what comes out of that."""
+    """One kind of source statistics: what it adds up over the source images, and what comes out of that.
+
+    A subclass is known by its `kind` as soon as it is defined.
+    """
 
     kind: ClassVar[str]
+    what: ClassVar[str] = "statistics of the source data"  # for messages
+    how: ClassVar[str] = (
+        "acclimate.source_statistics(model, clean_images), or on the command line: "
+        "acclimate source-statistics --model NAME --data folder --root DIR --out stats.safetensors"
+    )
+    learned: ClassVar[bool] = False  # whether it is trained, and not computed by `source_statistics`
+
+    def __init_subclass__(cls) -> None:
+        KINDS[cls.kind] = cls
 
     def __init__(self, vit: ViT) -> None:
-        """Sums of nothing, of the shapes that this model needs."""
+        """Begin with sums of nothing, of the shapes that this model needs."""
 
     def add(self, images: Tensor, labels: Tensor | None, engine: Engine) -> None:
-        """One more batch."""
+        """Take one more batch into the sums."""
         raise NotImplementedError
 
     def result(self) -> dict[str, Tensor]:
-        """By name; zeros if there was no image."""
+        """Return the statistics by name, zeros if there was no image."""
         raise NotImplementedError
+
+    @classmethod
+    def empty(cls, vit: ViT, about: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return tensors of the right shapes, for a method whose constants are about to be read from its state file."""
+        return cls(vit).result()
+
+
+KINDS: dict[str, type[Statistic]] = {}
+
+
+def computed_kinds() -> list[str]:
+    """Return the kinds that `source_statistics` can compute."""
+    return [name for name, kind in KINDS.items() if not kind.learned]
 
 
 class Fisher(Statistic):
@@ -135,16 +161,10 @@ class ClassTokens(Statistic):
         return {"mean": mean.float(), "std": std.float()}
 
 
-KINDS: dict[str, type[Statistic]] = {kind.kind: kind for kind in (Fisher, Features, ClassTokens)}
-
-
 def mean_and_std(sums: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """From sums of so many values and of their squares; the standard deviation is the unbiased one, of one value zero."""
     mean = sums / max(count, 1)
     return mean, ((squares - mean * sums) / max(count - 1, 1)).clamp(min=0).sqrt()
-
-
-PROMPTS = "prompts"  # the kind that is learned
 
 
 def squashed(features: Tensor) -> Tensor:
@@ -162,7 +182,7 @@ def norm_names(vit: ViT) -> dict[nn.Parameter, str]:
 def _own_cross_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """With the predicted classes as labels; every sample counts."""
     losses = F.cross_entropy(logits, logits.detach().argmax(-1), reduction="none")
-    return of_all(losses)
+    return keep_all(losses)
 
 
 @dataclass(frozen=True, repr=False)
@@ -172,7 +192,7 @@ class SourceStatistics:
     tensors: Mapping[str, Tensor]  # by "kind/name"
     model: Mapping[str, str]  # class, and digests of architecture and weights
     about: Mapping[str, Any]  # how they were made: samples, batch_size, labels ("given" or "predicted")
-    origin: str = field(default="source=", compare=False)  # for messages
+    origin: str = field(default="source_statistics=", compare=False)  # for messages
 
     @property
     def kinds(self) -> list[str]:
@@ -185,26 +205,26 @@ class SourceStatistics:
     @property
     def identity(self) -> str:
         """What tells them from others, in one line."""
-        content = state.digest(self.tensors, json.dumps([dict(self.model), dict(self.about)], sort_keys=True))
+        content = statefile.digest(self.tensors, json.dumps([dict(self.model), dict(self.about)], sort_keys=True))
         return f"{self.about['samples']} images in batches of {self.about['batch_size']}, SHA-256 {content[:16]}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file."""
         header = {"statistics": self.kinds, "model": dict(self.model), "about": dict(self.about)}
-        state.write(path, self.tensors, {**header, "versions": {"acclimate": __version__, "torch": torch.__version__}})
+        statefile.write(path, self.tensors, {**header, "versions": {"acclimate": __version__, "torch": torch.__version__}})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SourceStatistics:
         """Read such a file; one that is damaged or of something else is a `StateError`."""
-        tensors, header = state.read(path)
+        tensors, header = statefile.read(path)
         if "statistics" not in header:
             raise StateError(f"{path} is a file of acclimate's, but does not hold source statistics.")
         return cls(tensors, header["model"], header["about"], str(path))
 
     @classmethod
-    def given(cls, source: SourceStatistics | str | os.PathLike[str] | None) -> SourceStatistics | None:
-        """As themselves, or by their file."""
-        return source if source is None or isinstance(source, SourceStatistics) else cls.load(source)
+    def opened(cls, statistics: SourceStatistics | str | os.PathLike[str]) -> SourceStatistics:
+        """Return statistics that are given as themselves or by their file."""
+        return statistics if isinstance(statistics, SourceStatistics) else cls.load(statistics)
 
     def __repr__(self) -> str:
         made = ", ".join(f"{name} {value}" for name, value in self.about.items())
@@ -217,7 +237,7 @@ def source_statistics(
     images: Tensor | Iterable[Any],
     *,
     labels: Tensor | None = None,
-    kinds: Sequence[str] = tuple(KINDS),
+    kinds: Sequence[str] | None = None,
     samples: int = 2000,
     batch_size: int = 64,
     micro_batch: int | None = None,
@@ -230,7 +250,7 @@ def source_statistics(
             that begin with images and labels. The first so many are taken: shuffle them.
         labels: Of the images, if these are one tensor. Without labels predictions stand in where labels are needed.
         kinds: Which statistics: "fisher" (for EATA), "features" (moments and class means, for CFA), "class_tokens" (mean
-            and standard deviation behind every block, for FOA).
+            and standard deviation behind every block, for FOA). Default: all of them.
         samples: How many images at most. EATA's authors take 2000.
         batch_size: Of the batches that the Fisher information is averaged over; its scale depends on it. The authors use
             that of the stream; images are grouped anew, whatever the loader's batches.
@@ -238,20 +258,19 @@ def source_statistics(
 
     Example:
         >>> acclimate.source_statistics(model, loader).save("stats.safetensors")
-        >>> model = acclimate.adapt(model, "eata", source="stats.safetensors")
+        >>> model = acclimate.adapt(model, "eata", source_statistics="stats.safetensors")
     """
-    from .adapter import WRAPPED, Adapter
-
     require_whole(1, samples=samples, batch_size=batch_size)
+    known = computed_kinds()
+    kinds = known if kinds is None else kinds
     for kind in kinds:
-        if kind not in KINDS:
+        if kind not in known:
             raise ConfigError(
-                f"kinds: there is no {kind!r}.{nearest(str(kind), KINDS, 0.5)} Choose from {', '.join(KINDS)}."
+                f"kinds: there is no {kind!r}.{nearest(str(kind), known, 0.5)} Choose from {', '.join(known)}."
             )
     if not kinds:
-        raise ConfigError(f"kinds: name at least one of {', '.join(KINDS)}.")
-    if isinstance(model, Adapter) or model in WRAPPED:
-        raise ModelError("This model is wrapped: take the statistics of the plain source model, before adapt().")
+        raise ConfigError(f"kinds: name at least one of {', '.join(known)}.")
+    require_unwrapped(model, "take the statistics of the plain source model, before adapt().")
     vit = view(model)
     mine = {"class": type(model).__name__, **fingerprint(vit, model.state_dict())}
     made = [KINDS[kind](vit) for kind in dict.fromkeys(kinds)]
@@ -271,51 +290,34 @@ def source_statistics(
     return SourceStatistics(_named(made), mine, about)
 
 
-def unknown(kinds: Iterable[str], vit: ViT, model: Mapping[str, str], about: Mapping[str, Any]) -> SourceStatistics:
-    """Statistics of the right shapes for a method whose constants are about to be read from its state file."""
-    tensors = _named([KINDS[kind](vit) for kind in kinds if kind in KINDS])
-    if PROMPTS in kinds:
-        from ..methods.dept.network import Prompted, Sizes
-
-        tensors |= named_prompts(Prompted(vit, Sizes.of(about), torch.Generator()))
+def blank(kinds: Iterable[str], vit: ViT, model: Mapping[str, str], about: Mapping[str, Any]) -> SourceStatistics:
+    """Return statistics of the right shapes for a method whose constants are about to be read from its state file."""
+    tensors = {f"{kind}/{name}": t for kind in kinds for name, t in KINDS[kind].empty(vit, about).items()}
     return SourceStatistics(tensors, model, about)
 
 
-def named_prompts(learned: nn.Module) -> dict[str, Tensor]:
-    """What was learned, under the names that source statistics have."""
-    return {f"{PROMPTS}/{name}": tensor.detach().clone() for name, tensor in learned.state_dict().items()}
-
-
-def fitting(sources: Sequence[SourceStatistics], needs: Sequence[str]) -> SourceStatistics | None:
-    """Those of several that have what is needed; if none does, any, to say what is missing."""
-    return next((source for source in sources if {*needs} <= {*source.kinds}), next(iter(sources), None))
+def fitting(several: Sequence[SourceStatistics], needs: Sequence[str]) -> SourceStatistics | None:
+    """Return those of several that have what is needed; if none does, the first, so that an error can say what it lacks."""
+    return next((each for each in several if {*needs} <= {*each.kinds}), next(iter(several), None))
 
 
 def require(
-    source: SourceStatistics | None, method: str, needs: Sequence[str], model: nn.Module, mine: Mapping[str, str]
+    statistics: SourceStatistics | None, method: str, needs: Sequence[str], model: nn.Module, mine: Mapping[str, str]
 ) -> SourceStatistics:
-    """The statistics, if a method can use them with this model; otherwise an error that says how to get such."""
-    what = f"statistics of the source data ({', '.join(needs)})"
-    how = (
-        f"acclimate.source_statistics(model, clean_images, kinds={list(needs)}), or on the command line: "
-        "acclimate source-statistics --model NAME --data folder --root DIR --out stats.safetensors"
-    )
-    if PROMPTS in needs:
-        what = "prompts that were trained on labelled source data"
-        how = (
-            "acclimate train-prompts --model NAME --data folder --root DIR --out prompts.safetensors on the command line. "
-            "With random_prompts=True it does without, and is then not the paper's method"
+    """Return the statistics if a method can use them with this model; otherwise raise an error that says how to get such."""
+    kind = KINDS[needs[0]]
+    if statistics is None:
+        raise ConfigError(
+            f"{method} needs {kind.what} ({', '.join(needs)}): give source_statistics=. Make them by {kind.how}"
         )
-    if source is None:
-        raise ConfigError(f"{method} needs {what}: give source=. Make them by {how}")
-    missing = [kind for kind in needs if kind not in source.kinds]
+    missing = [name for name in needs if name not in statistics.kinds]
     if missing:
         raise ConfigError(
-            f"{method} needs {what}; {source.origin} has {', '.join(source.kinds)}, not {', '.join(missing)}. "
-            f"Make them by {how}"
+            f"{method} needs {kind.what} ({', '.join(needs)}); {statistics.origin} has {', '.join(statistics.kinds)}, not "
+            f"{', '.join(missing)}. Make them by {kind.how}"
         )
-    require_same(f"{source.origin} holds the source statistics", source.model, model, mine)
-    return source
+    require_same(f"{statistics.origin} holds the source statistics", statistics.model, model, mine)
+    return statistics
 
 
 def constants(tensors: Iterable[Tensor], vit: ViT) -> nn.ParameterList:

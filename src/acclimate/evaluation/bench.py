@@ -48,7 +48,7 @@ def bench(
     tuned: bool = True,
     reference: bool = False,
     protocol: Protocol | None = None,
-    source: Source | Sequence[Source] | None = None,
+    source_statistics: Source | Sequence[Source] | None = None,
     weights: str | os.PathLike[str] | None = None,
     model_name: str | None = None,
     device: str | None = None,
@@ -84,7 +84,7 @@ def bench(
         tuned: Of the bundled model: where an option is not given, the one that was tuned for it, not the method's default.
         reference: Every method as its authors' code, and no guard.
         protocol: What holds for all runs. `classes` and `unknown` come from the data.
-        source: Statistics of the source data, or their file, for methods that need them: see `acclimate.source_statistics`
+        source_statistics: Statistics of the source data, or their file, for methods that need them: see `acclimate.source_statistics`
             and `acclimate train-prompts`; or several such. The bundled model has its own.
         weights: A local file with weights for a name of timm's.
         model_name: What to call a model in results.
@@ -125,8 +125,10 @@ def bench(
         return [(method, {**own.get(method, {}), **options, **authors}) for method, options in given]
 
     # a wrong name is an error before the data is looked at
-    needed = {kind for method, options in chosen(batch_size) for kind in create(method, options).needs}
-    statistics = bundled.source(needed) if source is None and model == BUNDLED else statistics_of(source)
+    needed = {kind for method, options in chosen(batch_size) for kind in create(method, options).info.needs}
+    statistics = (
+        bundled.source(needed) if source_statistics is None and model == BUNDLED else statistics_of(source_statistics)
+    )
 
     protocol = protocol or Protocol(guard=not reference)
     if isinstance(data, str) and data == BUNDLED:
@@ -159,7 +161,7 @@ def bench(
     for size in dict.fromkeys(stream.batch_size for stream in streams):
         outcomes += sweep(
             net, [stream for stream in streams if stream.batch_size == size], chosen(size), model_name=name,
-            dataset=dataset, protocol=protocol, source=statistics, store=None if store is None else Store(store),
+            dataset=dataset, protocol=protocol, source_statistics=statistics, store=None if store is None else Store(store),
             again=again, shard=shard, jobs=jobs, on=on, gpus=gpus, console=console,
         )  # fmt: skip
     return Results(outcomes)

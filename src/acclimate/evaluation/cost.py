@@ -39,7 +39,7 @@ def measure(
     batches: Sequence[Tensor],
     *,
     options: Mapping[str, Any] | None = None,
-    source: SourceStatistics | None = None,
+    source_statistics: SourceStatistics | None = None,
     seed: int = 0,
     **how: Any,
 ) -> Cost:
@@ -50,11 +50,11 @@ def measure(
         method: Its name.
         batches: The first is not timed: it builds the optimizer and fills caches. Then one for each round, at least one.
         options: The method's.
-        source: See `acclimate.adapt`; so `seed` and what else is given.
-        seed: See `source`.
-        **how: See `source`.
+        source_statistics: See `acclimate.adapt`.
+        seed: See `acclimate.adapt`.
+        **how: Further options of `acclimate.adapt`.
     """
-    adapter = adapt(copy.deepcopy(model), method, source=source, seed=seed, **how, **(options or {}))
+    adapter = adapt(copy.deepcopy(model), method, source_statistics=source_statistics, seed=seed, **how, **(options or {}))
     # apart from the rounds: to measure memory, that of the process is given back, and to get it again takes a step time
     with peak_memory(batches[0].device) as peak:
         adapter(batches[0])

@@ -23,7 +23,7 @@ from ..core.registry import create, find
 from ..core.statistics import SourceStatistics, fitting, require
 from ..data.streams import Stream
 from ..errors import AcclimateError, ConfigError, require_whole
-from .jobs import GLANCE, Cargo, Job, begin, carry_on, one, pack
+from .jobs import GLANCE, Cargo, Job, Presents, begin, carry_on, one, pack
 from .progress import View
 from .run import Result
 from .spec import Protocol, describe, specify
@@ -40,7 +40,7 @@ def sweep(
     model_name: str,
     dataset: str = "custom",
     protocol: Protocol = Protocol(),  # noqa: B008 (frozen)
-    source: SourceStatistics | Sequence[SourceStatistics] | None = None,
+    source_statistics: SourceStatistics | Sequence[SourceStatistics] | None = None,
     store: Store | None = None,
     again: bool = False,
     shard: tuple[int, int] = (1, 1),
@@ -58,7 +58,7 @@ def sweep(
         model_name: What to call the model in results.
         dataset: What to call the data.
         protocol: What holds for all of them.
-        source: Statistics of the source data, for methods that need them; of several, each method gets those that it needs.
+        source_statistics: Statistics of the source data, for methods that need them; of several, each method gets those that it needs.
         store: Where runs are kept, taken up and found again; without one, nothing is kept.
         again: Run also what the store has.
         shard: (i, n): do only the i-th of n parts of the grid, for a scheduler that starts this n times.
@@ -74,20 +74,22 @@ def sweep(
     described = describe(model, model_name)
     # a wrong option is an error now, not after the first hour
     chosen = [(find(method), options) for method, options in (methods.items() if isinstance(methods, Mapping) else methods)]
-    sources = [source] if isinstance(source, SourceStatistics) else source or []
+    sources = [source_statistics] if isinstance(source_statistics, SourceStatistics) else source_statistics or []
     made = [create(method, options) for method, options in chosen]
     given = [_source(sources, method, model, described) for method in made]
     grid = [
         Job(
-            specify(seen, method, options, model=described, dataset=dataset, protocol=protocol, source=statistics),
+            specify(
+                seen, method, options, model=described, dataset=dataset, protocol=protocol, source_statistics=statistics
+            ),
             seen,
             method,
             dict(options),
             statistics,
         )
         for stream in streams
-        for (method, options), view, statistics in zip(chosen, made, given)
-        for seen in (stream.showing(view.present),)
+        for (method, options), instance, statistics in zip(chosen, made, given)
+        for seen in (stream.showing(instance.present) if isinstance(instance, Presents) else stream,)
     ]
     grid = _part(grid, shard)
     with ExitStack() as stack:
@@ -118,9 +120,11 @@ def _source(
     sources: Sequence[SourceStatistics], method: Method, model: nn.Module, described: Mapping[str, str]
 ) -> SourceStatistics | None:
     """What a method gets of the source statistics: nothing, if it needs nothing."""
-    if not method.needs:
+    if not method.info.needs:
         return None
-    return require(fitting(sources, method.needs), method.name or type(method).__name__, method.needs, model, described)
+    return require(
+        fitting(sources, method.info.needs), method.name or type(method).__name__, method.info.needs, model, described
+    )
 
 
 def _part(grid: list[Job], shard: tuple[int, int]) -> list[Job]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from ..core.adapt import adapt
 from ..core.adapter import Record
 from ..core.method import Method
 from ..core.statistics import SourceStatistics
+from ..data.datasets import Domain
 from ..data.streams import Stream
 from ..errors import ConfigError
 from .run import Result, run
@@ -23,6 +25,15 @@ from .spec import Protocol, Spec
 from .store import Store
 
 GLANCE = 0.5  # seconds between two looks at runs in other processes
+
+
+@typing.runtime_checkable
+class Presents(typing.Protocol):
+    """A method that is shown something else than the domain itself: each image with a generated one beside it, say."""
+
+    def present(self, domain: Domain) -> Domain:
+        """Return the domain as it is shown to the method."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ def carry_on(
                 guard="default" if protocol.guard else None,
                 precision=protocol.precision,
                 seed=job.spec.seed,
-                source=job.source,
+                source_statistics=job.source,
                 **_normalisation(job.stream),
                 **job.options,
             )

@@ -9,14 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from .. import __version__
+from ..core.files import file_digest
 from ..core.method import Method
-from ..core.registry import create
+from ..core.registry import code_digest, create
 from ..core.statistics import SourceStatistics
 from ..data.datasets import title
 from ..data.streams import Stream
@@ -128,13 +130,13 @@ def specify(
     model: dict[str, str],
     dataset: str = "custom",
     protocol: Protocol = Protocol(),
-    source: SourceStatistics | None = None,
+    source_statistics: SourceStatistics | None = None,
 ) -> Spec:
     """The run of a method on a stream; `model` comes from `describe`."""
     made = create(method, options)
-    known = {f"{option}, its content": digest for option, digest in made.files().items()}
-    if source is not None and made.needs:
-        known["source"] = source.identity
+    known = _contents(made)
+    if source_statistics is not None and made.info.needs:
+        known["source statistics"] = source_statistics.identity
     return Spec(
         model=model,
         dataset=dataset,
@@ -149,6 +151,14 @@ def specify(
         protocol={**asdict(protocol), "classes": _columns(protocol.classes), "reset": RESET},
         versions={"acclimate": __version__, **{library: version(library) for library in LIBRARIES}},
     )
+
+
+def _contents(method: Method) -> dict[str, str]:
+    """Return digests of what is not in the options themselves: files that these name, and the file of the method's code."""
+    files = {name: Path(value) for name, value in method.config.items() if isinstance(value, str) and Path(value).is_file()}
+    digests = {f"{name}, its content": file_digest(path) for name, path in files.items()}
+    code = code_digest(type(method))
+    return digests if code is None else {**digests, "code": code}
 
 
 def _kept(value: Any) -> Any:

@@ -165,7 +165,7 @@ def views_of_each(
     images: Tensor, engine: Engine, makers: Sequence[Callable[[Tensor, torch.Generator], Tensor]]
 ) -> tuple[Tensor, ...]:
     """Views of images as the model takes them, one batch for each maker; every image has random numbers of its own."""
-    places, total = engine.places(images)
+    places, total = engine.ranks.positions(images)
     seeds = torch.randint(2**62, (total,), generator=engine.rng)[places].tolist()
     made = [images.new_zeros(0, len(makers), *images.shape[1:])]
     for picture, seed in zip(engine.to_pixels(images), seeds):

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from ..core.method import Method, scaled_lr
+from ..core.method import Method, Setup, scaled_lr
 from ..errors import ConfigError, require_between
 from ..models.view import ViT, parameters_of
 
@@ -56,7 +56,7 @@ class LeadingNorms(Method):
             raise ConfigError(f"blocks={self.blocks!r}: choose from the {depth} blocks of this model, 0 to {depth - 1}.")
         return list(chosen)
 
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         self._norms = parameters_of(norm for i in self.adapted_blocks(len(vit.blocks)) for norm in vit.blocks[i].norms)
         return self._norms
 

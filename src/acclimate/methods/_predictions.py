@@ -27,7 +27,7 @@ def or_uniform(average: Tensor, classes: int) -> Tensor:
 
 def log_mean_prediction(images: Tensor, engine: Engine) -> Tensor:
     """Logarithm of the mean prediction of a batch."""
-    return engine.gather(engine.predict(images)).softmax(-1).mean(0).clamp_min(1e-30).log()
+    return engine.ranks.gather(engine.predict(images)).softmax(-1).mean(0).clamp_min(1e-30).log()
 
 
 def uniformity(logits: Tensor, log_mean: Tensor) -> Tensor:

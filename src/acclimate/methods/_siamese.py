@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.engine import Engine
-from ..core.method import Method
+from ..core.method import Method, Setup
 from ..errors import require_between
 from ..models.view import ViT, parameters_of
 
@@ -30,7 +30,7 @@ class Siamese(Method):
         self.momentum = momentum
         self.reference = reference
 
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         self._norms = parameters_of(vit.norms)
         self.predictor = nn.Parameter(torch.eye(vit.head.in_features, dtype=vit.dtype, device=vit.device))
         return [*self._norms, self.predictor]

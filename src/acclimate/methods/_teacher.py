@@ -30,7 +30,7 @@ class Teacher(nn.Module):
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
         """The teacher's logits."""
-        with engine.standing_at(self.weights):
+        with engine.adapted.using(self.weights):
             return engine.predict(images)
 
     def follow(self, parameters: Sequence[Tensor], momentum: float) -> None:

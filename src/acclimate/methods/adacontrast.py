@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.engine import Engine, of_all
-from ..core.method import Method, Step
+from ..core.engine import Engine, keep_all
+from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import require_between, require_whole
 from ..models.view import ViT
@@ -53,12 +52,15 @@ class AdaContrast(Method):
             its newest.
     """
 
-    paper = "Chen et al., CVPR 2022"
-    adapts = "weights and biases of all layers, and their average"
-    remembers = "an average of all weights, and a queue of features and predictions"
-    augments = True
-    predicts_after = True
-    quick: ClassVar = {"queue": 16, "neighbours": 3, "refine_after": 8}
+    info = Info(
+        paper="Chen et al., CVPR 2022",
+        adapts="weights and biases of all layers, and their average",
+        remembers="an average of all weights, and a queue of features and predictions",
+        augments=True,
+        predicts_after=True,
+        quick={"queue": 16, "neighbours": 3, "refine_after": 8},
+        passes=(6, 1),
+    )
 
     def __init__(
         self,
@@ -97,10 +99,7 @@ class AdaContrast(Method):
         self.eta = eta
         self.reference = reference
 
-    def passes(self) -> tuple[int, int]:
-        return 6, 1
-
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         self._adapted = weights_and_biases(vit)
         self.teacher = Teacher(self._adapted)
         self.bank = Bank(self.queue, vit, lagging=self.reference)
@@ -108,8 +107,8 @@ class AdaContrast(Method):
         self.queue_features: Tensor
         self.queue_labels: Tensor
         self.queue_at: Tensor
-        noise = F.normalize(torch.randn(self.queue, width, generator=rng), dim=-1)
-        labels = torch.randint(vit.classes, (self.queue,), generator=rng)
+        noise = F.normalize(torch.randn(self.queue, width, generator=setup.rng), dim=-1)
+        labels = torch.randint(vit.classes, (self.queue,), generator=setup.rng)
         self.register_buffer("queue_features", noise.to(vit.device))
         self.register_buffer("queue_labels", labels.to(vit.device))
         self.register_buffer("queue_at", torch.tensor(0))  # where the next entries go
@@ -121,10 +120,10 @@ class AdaContrast(Method):
     def step(self, images: Tensor, engine: Engine) -> Step:
         weak, query, key = self.views(images, engine)
         labels = self.pseudo_labels(*engine.features(weak))
-        average = self.teacher.ahead(engine.parameters, self.teacher_momentum)
-        with engine.standing_at(average):
+        average = self.teacher.ahead(engine.adapted.tensors, self.teacher_momentum)
+        with engine.adapted.using(average):
             keys = F.normalize(engine.features(key)[1], dim=-1)
-        all_keys, all_labels = engine.gather(keys), engine.gather(labels)
+        all_keys, all_labels = engine.ranks.gather(keys), engine.ranks.gather(labels)
         entries = ring(int(self.queue_at), len(all_labels), self.queue)
         new_labels = self.queue_labels.clone()
         new_labels[entries] = all_labels[-self.queue :]
@@ -138,18 +137,18 @@ class AdaContrast(Method):
             loss = self.alpha * F.cross_entropy(logits, label, reduction="none")
             loss = loss - self.beta * contrast.log_softmax(-1)[:, 0]
             loss = loss + self.eta * uniformity(logits, log_mean)
-            return of_all(loss)
+            return keep_all(loss)
 
-        sweep = engine.gradient(query, objective, given=[labels, keys], forward=lambda x, *_: engine.forward_features(x))
-        engine.update()
+        result = engine.gradient(query, objective, extras=[labels, keys], forward=lambda x, *_: engine.forward_features(x))
+        engine.adapted.update()
         self.teacher.become(average)
         self.queue_features[entries] = all_keys[-self.queue :].to(self.queue_features)
         self.queue_labels.copy_(new_labels)
         self.queue_at.fill_((int(self.queue_at) + len(all_labels)) % self.queue)
-        with engine.standing_at(self.teacher.weights):
+        with engine.adapted.using(self.teacher.weights):
             logits, features = engine.features(weak)
-        self.bank.remember(engine.gather(features), engine.gather(logits.softmax(-1)))
-        return Step(engine.predict(images), used=sweep.used, loss=sweep.loss)
+        self.bank.remember(engine.ranks.gather(features), engine.ranks.gather(logits.softmax(-1)))
+        return Step(engine.predict(images), used=result.used, loss=result.loss)
 
     def views(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor, Tensor]:
         """A weak and two strong views of each image."""

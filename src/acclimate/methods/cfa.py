@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..core.engine import Engine, global_norm, of_all, require_finite
-from ..core.method import Step
+from ..core.engine import Engine, keep_all, require_finite
+from ..core.method import Setup, Step
+from ..core.parameters import global_norm
 from ..core.registry import register
-from ..core.statistics import SourceStatistics, constants, squashed
+from ..core.statistics import constants, squashed
 from ..errors import require_between, require_whole
 from ..models.view import ViT
 from .tent import Tent
@@ -29,7 +32,7 @@ class CFA(Tent):
     over the classes. The gradient is clipped. A batch of 1 has no central moments: all of them are 0.
 
     The source's moments and class means are of clean labelled images, the authors' of ImageNet's training set, and
-    `acclimate.source_statistics` computes them once: `acclimate.adapt(model, "cfa", source="stats.safetensors")`. The state
+    `acclimate.source_statistics` computes them once: `acclimate.adapt(model, "cfa", source_statistics="stats.safetensors")`. The state
     file keeps them. Beyond these it needs a second forward pass.
 
     Args:
@@ -46,9 +49,13 @@ class CFA(Tent):
     class that is predicted for them.
     """
 
-    paper = "Kojima et al., IJCAI 2022"
-    remembers = "moments and class means of the source"
-    needs = ("features",)
+    info = replace(
+        Tent.info,
+        paper="Kojima et al., IJCAI 2022",
+        remembers="moments and class means of the source",
+        needs=("features",),
+        passes=(2, 1),
+    )
 
     def __init__(
         self,
@@ -70,13 +77,11 @@ class CFA(Tent):
         self.class_weight = class_weight
         self.clip = clip
 
-    def passes(self) -> tuple[int, int]:
-        return 2, 1
-
-    def receive(self, statistics: SourceStatistics, vit: ViT) -> None:
-        found = statistics.of("features")
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        found = setup.statistics_of("features")
         self.source_moments = constants((found[name] for name in ("mean", "moment2", "moment3")), vit)
         self.source_classes = constants((found[name] for name in ("class_means", "class_counts")), vit)
+        return super().attach(vit, setup)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         """Two passes, because the loss couples the samples of a batch.
@@ -86,15 +91,15 @@ class CFA(Tent):
         gradient with respect to the parameters, by the chain rule: exact however the batch is cut, or shared by ranks.
         """
         logits, features = engine.features(images)
-        everybody = engine.gather(features), engine.gather(logits)
+        everybody = engine.ranks.gather(features), engine.ranks.gather(logits)
         require_finite(*everybody)
         loss, slopes = self.slopes(*everybody, engine)
-        places, count = engine.places(images)
+        places, count = engine.ranks.positions(images)
         # the engine takes a mean over the samples, where the chain rule has a sum
         mine = count * slopes[places.to(slopes.device)]
-        engine.gradient(images, along, given=(mine,), forward=lambda images, _: engine.forward_features(images))
+        engine.gradient(images, along, extras=(mine,), forward=lambda images, _: engine.forward_features(images))
         self.shorten(engine)
-        engine.update()
+        engine.adapted.update()
         return Step(logits, count, loss)
 
     @torch.enable_grad()
@@ -125,12 +130,12 @@ class CFA(Tent):
 
     def shorten(self, engine: Engine) -> float:
         """Clip the gradient; returns how long it was."""
-        length = float(global_norm([p.grad for p in engine.parameters if p.grad is not None]))
-        engine.amend_gradient(times=min(1.0, self.clip / (length + 1e-6)))
+        length = float(global_norm([p.grad for p in engine.adapted.tensors if p.grad is not None]))
+        engine.adapted.amend_gradient(times=min(1.0, self.clip / (length + 1e-6)))
         return length
 
 
 def along(logits: Tensor, features: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
     """Product of the features of each sample with a constant; every sample counts."""
     losses = (features * slopes).sum(-1)
-    return of_all(losses)
+    return keep_all(losses)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from ..core.engine import Engine
+from ..core.method import Setup
 from ..core.registry import register
 from ..errors import require_between
 from ..models.view import ViT
@@ -42,9 +44,12 @@ class CMF(ROID):
         reference: Behave as the released code: see `ROID`.
     """
 
-    paper = "Lee and Chang, ICLR 2024"
-    adapts = "all norms, and a filtered copy of them"
-    remembers = "a second copy of the norms, and an average prediction"
+    info = replace(
+        ROID.info,
+        paper="Lee and Chang, ICLR 2024",
+        adapts="all norms, and a filtered copy of them",
+        remembers="a second copy of the norms, and an average prediction",
+    )
 
     def __init__(
         self,
@@ -77,20 +82,20 @@ class CMF(ROID):
         self.variance: Tensor
         self.register_buffer("variance", torch.tensor(0.0, dtype=torch.float64))
 
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
-        adapted = list(super().attach(vit, rng))
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        adapted = list(super().attach(vit, setup))
         self.hidden = Teacher(adapted)
         return adapted
 
     def ensemble(self, engine: Engine) -> None:
-        q = min(1.0, self.q * sum(p.numel() for p in engine.parameters) / PARAMETERS)
+        q = min(1.0, self.q * sum(p.numel() for p in engine.adapted.tensors) / PARAMETERS)
         hidden = self.hidden.weights
-        blend(hidden, engine.source, self.alpha)
+        blend(hidden, engine.adapted.source, self.alpha)
         variance = self.alpha**2 * float(self.variance) + q
         gain = self.gain(variance, q)
         self.variance.fill_(gain * variance)
-        blend(hidden, engine.parameters, gain)
-        blend(engine.parameters, hidden, self.gamma)
+        blend(hidden, engine.adapted.tensors, gain)
+        blend(engine.adapted.tensors, hidden, self.gamma)
 
     @staticmethod
     def gain(variance: float, q: float) -> float:

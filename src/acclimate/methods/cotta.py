@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from ..core.engine import Engine, of_all
-from ..core.method import Method, Step
+from ..core.engine import Engine, keep_all
+from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import require_between, require_whole
 from ..models.view import ViT
@@ -41,10 +42,12 @@ class CoTTA(Method):
             the attention; here they are adapted.
     """
 
-    paper = "Wang et al., CVPR 2022"
-    adapts = "weights and biases of all layers, and their average"
-    remembers = "an average of all weights"
-    augments = True
+    info = Info(
+        paper="Wang et al., CVPR 2022",
+        adapts="weights and biases of all layers, and their average",
+        remembers="an average of all weights",
+        augments=True,
+    )
 
     def __init__(
         self,
@@ -71,11 +74,9 @@ class CoTTA(Method):
         self.views = views
         self.restore = restore
         self.reference = reference
+        self.info = replace(self.info, passes=(2 + self.views, 1))
 
-    def passes(self) -> tuple[int, int]:
-        return 2 + self.views, 1
-
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         self._adapted = weights_and_biases(vit)
         self.teacher = Teacher(self._adapted)
         return self._adapted
@@ -91,21 +92,21 @@ class CoTTA(Method):
             target = self.mean_over_views(images, engine)
         else:
             target = self.teacher.predict(images, engine)
-        sweep = engine.gradient(images, agreement, given=[target])
-        engine.update()
-        self.teacher.follow(engine.parameters, self.teacher_momentum)
+        result = engine.gradient(images, agreement, extras=[target])
+        engine.adapted.update()
+        self.teacher.follow(engine.adapted.tensors, self.teacher_momentum)
         self.restore_some(engine)
-        return Step(target, used=sweep.used, loss=sweep.loss)
+        return Step(target, used=result.used, loss=result.loss)
 
     def source_is_unsure(self, images: Tensor, engine: Engine) -> bool:
         if self.threshold <= 1 / engine.num_classes:
             return False  # no confidence is lower than that
-        with engine.standing_at(engine.source):
+        with engine.adapted.using(engine.adapted.source):
             confidence = engine.predict(images).softmax(-1).amax(-1)
-        return float(engine.gather(confidence).mean()) < self.threshold
+        return float(engine.ranks.gather(confidence).mean()) < self.threshold
 
     def mean_over_views(self, images: Tensor, engine: Engine) -> Tensor:
-        places, total = engine.places(images)
+        places, total = engine.ranks.positions(images)
         mean = torch.zeros((), device=images.device)
         for _ in range(self.views):
             mean = mean + self.teacher.predict(self.view(images, engine, places, total), engine) / self.views
@@ -117,7 +118,7 @@ class CoTTA(Method):
 
     @torch.no_grad()
     def restore_some(self, engine: Engine) -> None:
-        for i, (p, source) in enumerate(zip(engine.parameters, engine.source)):
+        for i, (p, source) in enumerate(zip(engine.adapted.tensors, engine.adapted.source)):
             chosen = self.restored(i, p, engine).to(p.device)
             p.put_(chosen, source.take(chosen))
 
@@ -129,7 +130,7 @@ class CoTTA(Method):
 def agreement(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Of student and teacher."""
     loss = symmetric_cross_entropy(logits, target)
-    return of_all(loss)
+    return keep_all(loss)
 
 
 def bernoulli_positions(count: int, share: float, rng: torch.Generator) -> Tensor:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.method import Setup
 from ..core.registry import register
 from ..errors import ConfigError, require_between
 from ..models.view import ViT
@@ -99,8 +101,11 @@ class DCT(SAR):
             have conditioners that stay at their random initial values.
     """
 
-    paper = "Tang et al., ACM MM 2024"
-    adapts = "norms and conditioner generators of all but the last blocks"
+    info = replace(
+        SAR.info,
+        paper="Tang et al., ACM MM 2024",
+        adapts="norms and conditioner generators of all but the last blocks",
+    )
     single_sample_lr_factor = 1
 
     def __init__(
@@ -145,7 +150,7 @@ class DCT(SAR):
         if init not in ("default", "zero"):
             raise ConfigError(f'init={init!r}: choose "default" or "zero".')
 
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         depth = len(vit.blocks)
         adapted = self.adapted_blocks(depth)
         conditioned = adapted if self.blocks is not None else leading_blocks(depth)
@@ -159,14 +164,14 @@ class DCT(SAR):
                 parts=self.conditioners,
                 generator=self.generator,
                 zero=self.init == "zero",
-                rng=rng,
+                rng=setup.rng,
             ).to(vit.device, vit.dtype)
             self.generators[str(i)] = conditioner
             if set(self.conditioners) & set("kv"):
                 vit.blocks[i].open().extra = conditioner.key_value
             if i in adapted:
                 self._generators += conditioner.acting()
-        return [*super().attach(vit, rng), *self._generators]
+        return [*super().attach(vit, setup), *self._generators]
 
     def generator_lr(self, batch_size: int) -> float:
         if self.lr_generator is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
-from ..core.engine import Engine, entropy, of_all
-from ..core.method import Step
+from ..core.engine import Engine, entropy, keep_all
+from ..core.method import Setup, Step
 from ..core.registry import register
 from ..errors import require_between
 from ..models.view import ViT
@@ -36,8 +36,7 @@ class DELTA(Tent):
         reference: Accepted by every method; apart from TBR there is no quirk to reproduce here.
     """
 
-    paper = "Zhao et al., ICLR 2023"
-    remembers = "an average prediction"
+    info = replace(Tent.info, paper="Zhao et al., ICLR 2023", remembers="an average prediction")
     lr_at_64 = 0.00025
 
     def __init__(
@@ -56,9 +55,9 @@ class DELTA(Tent):
         self.entropy_weight = bool(entropy_weight)
         self.shares: Tensor  # of the classes in the predictions so far; NaN until there are any
 
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         self.register_buffer("shares", nothing_yet(vit))
-        return super().attach(vit, rng)
+        return super().attach(vit, setup)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         shares = or_uniform(self.shares, engine.num_classes)
@@ -69,20 +68,20 @@ class DELTA(Tent):
             h = entropy(logits)
             weight = rarity[logits.detach().argmax(-1)]
             if not self.entropy_weight:
-                return of_all(weight * h)
+                return keep_all(weight * h)
             certainty = (threshold - h.detach()).exp()
             return weight * certainty * h, certainty > 1
 
-        sweep = engine.gradient(images, weighted_entropy, selective=self.entropy_weight)
+        result = engine.gradient(images, weighted_entropy, selective=self.entropy_weight)
         # Whatever the weights of a batch sum up to, they are to sum up to its size: a factor for the gradient as a whole.
-        logits = engine.gather(sweep.logits)
+        logits = engine.ranks.gather(result.logits)
         weights = rarity[logits.argmax(-1)]
         factor = len(weights) / float(weights.sum())
-        used, loss = sweep.used, None
+        used, loss = result.used, None
         if used:
-            engine.amend_gradient(times=factor)
-            loss = factor * sweep.loss
-            engine.update()
+            engine.adapted.amend_gradient(times=factor)
+            loss = factor * result.loss
+            engine.adapted.update()
         new = self.decay * shares + (1 - self.decay) * logits.softmax(-1).mean(0)
         self.shares[: engine.num_classes] = new
-        return Step(sweep.logits, used, loss)
+        return Step(result.logits, used, loss)

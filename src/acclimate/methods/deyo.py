@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.engine import Engine, entropy
-from ..core.method import Step
+from ..core.method import Info, Step
 from ..core.registry import register
 from ..errors import require_between, require_whole
 from ._leading import LeadingNorms
@@ -43,8 +43,7 @@ class DeYO(LeadingNorms):
         reference: Behave as the authors' released code: matching by name leaves out blocks 9 to 11 of a 24-block model too.
     """
 
-    paper = "Lee et al., ICLR 2024"
-    adapts = "norms of all but the last blocks"
+    info = Info(paper="Lee et al., ICLR 2024", adapts="norms of all but the last blocks", passes=(2, 1))
 
     def __init__(
         self,
@@ -73,9 +72,6 @@ class DeYO(LeadingNorms):
         self.entropy_weight = entropy_weight
         self.plpd_weight = plpd_weight
 
-    def passes(self) -> tuple[int, int]:
-        return 2, 1
-
     def step(self, images: Tensor, engine: Engine) -> Step:
         log_c = math.log(engine.num_classes)
         margin = 0.5 * log_c if self.margin is None else self.margin
@@ -93,15 +89,15 @@ class DeYO(LeadingNorms):
             weight = self.entropy_weight * (weight_margin - h0).exp() + self.plpd_weight * plpd.exp()
             return h * weight if self.entropy_weight or self.plpd_weight else h, plpd > self.threshold
 
-        sweep = engine.gradient(images, objective, given=(images, self.orders(images, engine)), selective=True)
-        if not sweep.used:
-            return Step(sweep.logits)
-        engine.update()
-        return Step(sweep.logits, sweep.used, sweep.loss)
+        result = engine.gradient(images, objective, extras=(images, self.orders(images, engine)), selective=True)
+        if not result.used:
+            return Step(result.logits)
+        engine.adapted.update()
+        return Step(result.logits, result.used, result.loss)
 
     def orders(self, images: Tensor, engine: Engine) -> Tensor:
         """An order of the patches for each image, (batch, grid * grid)."""
-        places, count = engine.places(images)
+        places, count = engine.ranks.positions(images)
         keys = torch.rand(count, self.grid**2, generator=engine.rng)
         return keys.argsort(-1).to(images.device)[places.to(images.device)]
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torch import nn
 
 from ..core.engine import Engine
+from ..core.method import Setup
 from ..core.registry import register
-from ..core.statistics import SourceStatistics, constants, norm_names
+from ..core.statistics import constants, norm_names
 from ..errors import require_between
 from ..models.view import ViT
 from .eta import ETA
@@ -17,7 +22,7 @@ class EATA(ETA):
     """ETA with an anchor: a parameter that matters for the source data is held near its source value.
 
     How much it matters is its Fisher information on clean source images, which `acclimate.source_statistics` computes once:
-    `acclimate.adapt(model, "eata", source="stats.safetensors")`. The state file keeps it.
+    `acclimate.adapt(model, "eata", source_statistics="stats.safetensors")`. The state file keeps it.
 
     Args:
         lr: Learning rate; by default 0.001 for a batch of 64, proportional to the batch size.
@@ -33,8 +38,11 @@ class EATA(ETA):
         reference: As the authors' released code: see `ETA`.
     """
 
-    needs = ("fisher",)
-    remembers = "an average prediction, and the Fisher information of the norms"
+    info = replace(
+        ETA.info,
+        needs=("fisher",),
+        remembers="an average prediction, and the Fisher information of the norms",
+    )
 
     def __init__(
         self,
@@ -62,13 +70,14 @@ class EATA(ETA):
         require_between(0, math.inf, fisher_weight=fisher_weight)
         self.fisher_weight = fisher_weight
 
-    def receive(self, statistics: SourceStatistics, vit: ViT) -> None:
-        found = statistics.of("fisher")
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        found = setup.statistics_of("fisher")
         self.fisher = constants((found[name] for name in norm_names(vit).values()), vit)
+        return super().attach(vit, setup)
 
     def regularise(self, engine: Engine) -> float:
         """The gradient of the Fisher-weighted squared distance from the source, which no sample takes part in."""
-        moved = [p.detach() - source for p, source in zip(engine.parameters, engine.source)]
+        moved = [p.detach() - source for p, source in zip(engine.adapted.tensors, engine.adapted.source)]
         pull = [fisher * distance for fisher, distance in zip(self.fisher, moved)]
-        engine.amend_gradient(plus=[2 * self.fisher_weight * force for force in pull])
+        engine.adapted.amend_gradient(plus=[2 * self.fisher_weight * force for force in pull])
         return self.fisher_weight * sum(float((force * distance).sum()) for force, distance in zip(pull, moved))

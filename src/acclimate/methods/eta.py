@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.engine import Engine, Sweep
-from ..core.method import Step
+from ..core.engine import Engine, GradientResult
+from ..core.method import Setup, Step
 from ..core.registry import register
 from ..errors import require_between
 from ..models.view import ViT
@@ -41,8 +41,7 @@ class ETA(Tent):
             uncertainty is 1000.
     """
 
-    paper = "Niu et al., ICML 2022"
-    remembers = "an average prediction"
+    info = replace(Tent.info, paper="Niu et al., ICML 2022", remembers="an average prediction")
 
     def __init__(
         self,
@@ -65,9 +64,9 @@ class ETA(Tent):
         self.decay = decay
         self.average: Tensor  # prediction of the samples learned from; NaN until there is one
 
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         self.register_buffer("average", nothing_yet(vit))
-        return super().attach(vit, rng)
+        return super().attach(vit, setup)
 
     def average_prediction(self, engine: Engine) -> Tensor | None:
         """Over the target's classes, of which there may be fewer than the head has."""
@@ -78,7 +77,7 @@ class ETA(Tent):
         average = self.average_prediction(engine)
         return self.learn(self.look(images, engine, average), engine, average)
 
-    def look(self, images: Tensor, engine: Engine, average: Tensor | None) -> Sweep:
+    def look(self, images: Tensor, engine: Engine, average: Tensor | None) -> GradientResult:
         """The gradient of the weighted entropy of what is worth learning from."""
         measure = uncertainty(self.loss, engine, reference=self.reference)
         margin = reliable_margin(engine, all_classes=self.reference) if self.margin is None else self.margin
@@ -93,17 +92,17 @@ class ETA(Tent):
 
         return engine.gradient(images, weighted_entropy, selective=True)
 
-    def learn(self, sweep: Sweep, engine: Engine, average: Tensor | None) -> Step:
+    def learn(self, result: GradientResult, engine: Engine, average: Tensor | None) -> Step:
         """Update parameters and average, if there is anything to learn from."""
-        if not sweep.used:
-            return Step(sweep.logits)
-        new = engine.gather(sweep.logits[sweep.kept].softmax(-1)).mean(0)
+        if not result.used:
+            return Step(result.logits)
+        new = engine.ranks.gather(result.logits[result.kept].softmax(-1)).mean(0)
         if average is not None:
             new = self.decay * average + (1 - self.decay) * new
-        loss = sweep.loss + self.regularise(engine)
-        engine.update()
+        loss = result.loss + self.regularise(engine)
+        engine.adapted.update()
         self.average[: engine.num_classes] = new
-        return Step(sweep.logits, sweep.used, loss)
+        return Step(result.logits, result.used, loss)
 
     def regularise(self, engine: Engine) -> float:
         """Add to the gradient what does not depend on the batch, and return the loss of that: nothing here."""

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from ..core.engine import Engine, entropy, require_finite
-from ..core.method import Method, Step
+from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..core.statistics import constants, mean_and_std
 from ..errors import InputError, require_between, require_whole
 from ..models.view import ViT
 from ._cma import CMA
 from ._prompts import new_prompts
-
-if TYPE_CHECKING:
-    from ..core.statistics import SourceStatistics
 
 
 @register("foa")
@@ -50,13 +47,15 @@ class FOA(Method):
     guard does not take their distance for a sign of a collapse.
     """
 
-    paper = "Niu et al., ICML 2024"
-    adapts = "prompt tokens, and a shift before the head"
-    remembers = "the covariance of the prompts and its root"
-    needs = ("class_tokens",)
-    searches = True
-    quick: ClassVar = {"population": 4}
-    exceptions: ClassVar = {"batch_of_one": "one image has no standard deviation"}
+    info = Info(
+        paper="Niu et al., ICML 2024",
+        adapts="prompt tokens, and a shift before the head",
+        remembers="the covariance of the prompts and its root",
+        needs=("class_tokens",),
+        far_from_source=True,
+        quick={"population": 4},
+        exceptions={"batch_of_one": "one image has no standard deviation"},
+    )
 
     def __init__(
         self,
@@ -80,16 +79,12 @@ class FOA(Method):
         self.sigma = sigma
         self.decay = decay
         self.reference = reference
+        self.info = replace(self.info, passes=(self.population + 1, 0))
 
-    def passes(self) -> tuple[int, int]:
-        return self.population + 1, 0
-
-    def receive(self, statistics: SourceStatistics, vit: ViT) -> None:
-        found = statistics.of("class_tokens")
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        found = setup.statistics_of("class_tokens")
         self.source = constants((found["mean"], found["std"]), vit)
-
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
-        self.best = new_prompts(vit, self.prompts, rng)
+        self.best = new_prompts(vit, self.prompts, setup.rng)
         vit.prompt({0: self.best})
         self.search = CMA(self.best.numel(), self.population, self.sigma).to(vit.device)
         self.average: Tensor  # of what enters the head; NaN until there is one
@@ -105,14 +100,14 @@ class FOA(Method):
             )
 
     def step(self, images: Tensor, engine: Engine) -> Step:
-        count = engine.places(images)[1]
+        count = engine.ranks.positions(images)[1]
         if count == 1:
             return Step(self.predict(images, engine), event="skipped: a single image has no spread to compare")
         drawn = self.draw(engine)
         candidates = [*drawn.to(self.best).view(-1, *self.best.shape), self.best.detach().clone()]
         seen = [self.passed(images, candidate, engine) for candidate in candidates]
         # of all ranks together
-        sums = engine.gather(torch.stack([s for s, _ in seen])[None]).sum(0)
+        sums = engine.ranks.gather(torch.stack([s for s, _ in seen])[None]).sum(0)
         fitness = self.fitness(sums, count)
         require_finite(fitness)
 
@@ -130,7 +125,7 @@ class FOA(Method):
 
     def passed(self, images: Tensor, candidate: Tensor, engine: Engine) -> tuple[Tensor, Tensor]:
         """Sums of the entropies, of the class tokens and of their squares, (3, length), and what entered the head."""
-        with engine.standing_at([candidate]):
+        with engine.adapted.using([candidate]):
             logits, tokens = engine.class_tokens(images)
         wide = tokens.double()
         total = entropy(logits).double().sum().expand(wide.shape[1])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.engine import Engine, require_finite
-from ..core.method import Method, Step
+from ..core.method import Info, Method, Step
 from ..core.registry import register
 from ..errors import ConfigError, require_between, require_whole
 
@@ -38,8 +38,7 @@ class LAME(Method):
         reference: Accepted by every method; the released code has no quirk beyond returning probabilities.
     """
 
-    paper = "Boudiaf et al., CVPR 2022"
-    adapts = "predictions of a batch"
+    info = Info(paper="Boudiaf et al., CVPR 2022", adapts="predictions of a batch")
 
     def __init__(
         self,
@@ -66,8 +65,8 @@ class LAME(Method):
     def step(self, images: Tensor, engine: Engine) -> Step:
         logits, features = engine.features(images)
         require_finite(logits, features)
-        mine, _ = engine.places(images)
-        return Step(self.correct(engine.gather(logits), engine.gather(features))[mine])
+        mine, _ = engine.ranks.positions(images)
+        return Step(self.correct(engine.ranks.gather(logits), engine.ranks.gather(features))[mine])
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
         return self.correct(*engine.features(images))

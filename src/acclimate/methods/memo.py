@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from ..core.engine import Engine, of_all
-from ..core.method import Method, Step
+from ..core.engine import Engine, keep_all
+from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import require_between, require_whole
 from ..models.view import ViT
@@ -38,15 +38,17 @@ class MEMO(Method):
         reference: Behave as the authors' released code: the optimizer's state is kept.
     """
 
-    paper = "Zhang et al., NeurIPS 2022"
-    adapts = "all parameters, for each image anew"
-    augments = True
-    predicts_after = True
-    quick: ClassVar = {"views": 2}
-    exceptions: ClassVar = {
-        "micro_batches_do_not_matter": "AdamW divides by the size of the gradient, so that a parameter on which nothing "
-        "depends (a key's bias) moves by rounding errors",
-    }
+    info = Info(
+        paper="Zhang et al., NeurIPS 2022",
+        adapts="all parameters, for each image anew",
+        augments=True,
+        predicts_after=True,
+        quick={"views": 2},
+        exceptions={
+            "micro_batches_do_not_matter": "AdamW divides by the size of the gradient, so that a parameter on which nothing "
+            "depends (a key's bias) moves by rounding errors",
+        },
+    )
 
     def __init__(
         self,
@@ -67,11 +69,9 @@ class MEMO(Method):
         self.iterations = iterations
         self.leak_optimizer_state = leak_optimizer_state
         self.reference = reference
+        self.info = replace(self.info, passes=(2 * self.views * self.iterations + 1, self.views * self.iterations))
 
-    def passes(self) -> tuple[int, int]:
-        return 2 * self.views * self.iterations + 1, self.views * self.iterations
-
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         self._adapted = list(vit.model.parameters())
         return self._adapted
 
@@ -79,19 +79,19 @@ class MEMO(Method):
         return torch.optim.AdamW(self._adapted, lr=self.lr, weight_decay=self.weight_decay)
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
-        with engine.standing_at(engine.source):
+        with engine.adapted.using(engine.adapted.source):
             return engine.predict(images)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         leak = self.reference if self.leak_optimizer_state is None else self.leak_optimizer_state
         logits, losses = [], []
-        batch = engine.gather(images)  # ranks share the views of an image, not the images
+        batch = engine.ranks.gather(images)  # ranks share the views of an image, not the images
         for image in batch:
-            engine.restore(keep_momentum=leak)
+            engine.adapted.restore(keep_momentum=leak)
             for _ in range(self.iterations):
                 losses.append(self.learn(self.augmented(image, engine), engine))
             logits.append(engine.predict(image[None]))
-        places, total = engine.places(images)
+        places, total = engine.ranks.positions(images)
         return Step(torch.cat(logits)[places], used=total, loss=sum(losses) / len(losses))
 
     def augmented(self, image: Tensor, engine: Engine) -> Tensor:
@@ -105,14 +105,14 @@ class MEMO(Method):
         With q the mean of the views' predictions p, -sum p log q has the mean and, since the entries of each p sum to 1,
         the gradient of the entropy of q: a loss per view.
         """
-        mine = engine.divide(views)
-        log_p = engine.gather(engine.predict(mine)).log_softmax(-1)
+        mine = engine.ranks.share(views)
+        log_p = engine.ranks.gather(engine.predict(mine)).log_softmax(-1)
         log_q = log_p.logsumexp(0) - math.log(len(log_p))
 
         def against_the_mean(logits: Tensor) -> tuple[Tensor, Tensor]:
             loss = -(logits.softmax(-1) * log_q).sum(-1)
-            return of_all(loss)
+            return keep_all(loss)
 
-        sweep = engine.gradient(mine, against_the_mean)
-        engine.update()
-        return sweep.loss
+        result = engine.gradient(mine, against_the_mean)
+        engine.adapted.update()
+        return result.loss

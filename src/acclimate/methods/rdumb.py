@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class RDumb(ETA):
         reference: As the authors' released code: see `ETA`.
     """
 
-    paper = "Press et al., NeurIPS 2023"
+    info = replace(ETA.info, paper="Press et al., NeurIPS 2023")
     lr_at_64 = 0.00025
 
     def __init__(
@@ -65,13 +66,13 @@ class RDumb(ETA):
     def step(self, images: Tensor, engine: Engine) -> Step:
         due = int(self.since) == self.period
         average = None if due else self.average_prediction(engine)
-        with engine.at_source() if due else nullcontext():
-            sweep = self.look(images, engine, average)  # may find something that is not finite: nothing has changed yet
+        with engine.adapted.at_source() if due else nullcontext():
+            result = self.look(images, engine, average)  # may find something that is not finite: nothing has changed yet
         if due:
-            engine.restore()
+            engine.adapted.restore()
             self.average.fill_(torch.nan)
             self.since.zero_()
-        step = self.learn(sweep, engine, average)
+        step = self.learn(result, engine, average)
         self.since += 1
         step.event = "recovered" if due else None
         return step

@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.engine import Engine, entropy, of_all
-from ..core.method import Method, Step
+from ..core.engine import Engine, entropy, keep_all
+from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import InputError, NonFiniteError, require_between, require_whole
 from ..models.view import ViT, parameters_of
@@ -51,11 +50,14 @@ class ROID(Method):
             0/0; here these samples count alike).
     """
 
-    paper = "Marsden et al., WACV 2024"
-    adapts = "all norms"
-    remembers = "an average prediction; of single images a window"
-    augments = True
-    exceptions: ClassVar = {"batch_of_one": "the weights compare the samples of a batch; give window= for single images"}
+    info = Info(
+        paper="Marsden et al., WACV 2024",
+        adapts="all norms",
+        remembers="an average prediction; of single images a window",
+        augments=True,
+        exceptions={"batch_of_one": "the weights compare the samples of a batch; give window= for single images"},
+        passes=(3, 2),
+    )
 
     def __init__(
         self,
@@ -85,10 +87,7 @@ class ROID(Method):
         self.window = window
         self.reference = reference
 
-    def passes(self) -> tuple[int, int]:
-        return 3, 2
-
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         self._adapted = parameters_of(vit.norms)
         self.average: Tensor  # prediction; NaN until there is one
         self.register_buffer("average", nothing_yet(vit))
@@ -105,16 +104,16 @@ class ROID(Method):
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         logits = engine.predict(images)
-        everybody = engine.gather(logits)
+        everybody = engine.ranks.gather(logits)
         if len(everybody) > 1:
             return Step(self.corrected(logits, everybody), *self.learn(images, everybody, engine))
         if self.collected is None:
             corrected = self.corrected(logits, everybody)
             return Step(corrected, event="skipped: a single image cannot be compared with others")
-        image = engine.gather(images)
+        image = engine.ranks.gather(images)
         batch, outputs, complete = self.collected.with_next(image[0], everybody[0])
         corrected = self.corrected(logits, outputs)
-        learned = self.learn(engine.divide(batch), outputs, engine) if complete else ()
+        learned = self.learn(engine.ranks.share(batch), outputs, engine) if complete else ()
         self.collected.add(image[0], everybody[0])
         return Step(corrected, *learned)
 
@@ -123,16 +122,16 @@ class ROID(Method):
         weights, kept = self.weights(everybody)
         if not weights.isfinite().all():
             raise NonFiniteError("the weights of this batch are not finite; no update was applied.")
-        places, total = engine.places(images)
+        places, total = engine.ranks.positions(images)
         mine = kept[places]
         pairs = torch.stack([images[mine], self.augmented(images, mine, engine)], dim=1)
         # the engine takes the mean over the kept samples, the paper the sum over them divided by all
         share = weights[places][mine] * (int(kept.sum()) / total)
-        sweep = engine.gradient(pairs, likelihood_ratio_and_consistency, given=[share])
+        result = engine.gradient(pairs, likelihood_ratio_and_consistency, extras=[share])
         self.remember(everybody)
-        engine.update()
+        engine.adapted.update()
         self.ensemble(engine)
-        return sweep.used, sweep.loss
+        return result.used, result.loss
 
     def augmented(self, images: Tensor, kept: Tensor, engine: Engine) -> Tensor:
         """One view of each kept image."""
@@ -168,14 +167,14 @@ class ROID(Method):
 
     def ensemble(self, engine: Engine) -> None:
         """Move a little towards the source."""
-        blend(engine.parameters, engine.source, self.source_momentum)
+        blend(engine.adapted.tensors, engine.adapted.source, self.source_momentum)
 
 
 def likelihood_ratio_and_consistency(logits: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Of pairs (image, view): the image's soft likelihood ratio, and the cross entropy between both, which both learn."""
     z, view = logits.unbind(1)
     loss = weight * (soft_likelihood_ratio(z) + symmetric_cross_entropy(view, z))
-    return of_all(loss)
+    return keep_all(loss)
 
 
 def soft_likelihood_ratio(logits: Tensor) -> Tensor:

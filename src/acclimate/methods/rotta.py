@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..core.engine import Engine, entropy, of_all
-from ..core.method import Method, Step
+from ..core.engine import Engine, entropy, keep_all
+from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import ConfigError, require_between, require_whole
 from ..models.view import ViT, parameters_of, require
@@ -44,12 +43,15 @@ class RoTTA(Method):
         reference: Accepted by every method; the released code has no quirk to reproduce here.
     """
 
-    paper = "Yuan et al., CVPR 2023"
-    adapts = "all norms, and their average"
-    remembers = "an average of the norms, and 64 images"
-    augments = True
-    updates_once = False
-    quick: ClassVar = {"memory": 8, "every": 8}
+    info = Info(
+        paper="Yuan et al., CVPR 2023",
+        adapts="all norms, and their average",
+        remembers="an average of the norms, and 64 images",
+        augments=True,
+        updates_once=False,
+        quick={"memory": 8, "every": 8},
+        passes=(3, 1),
+    )
 
     def __init__(
         self,
@@ -79,10 +81,7 @@ class RoTTA(Method):
         self.lambda_u = lambda_u
         self.reference = reference
 
-    def passes(self) -> tuple[int, int]:
-        return 3, 1
-
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         require(vit.model, vit.image_size is not None, "RoTTA remembers images, which have to be of one size")
         self._adapted = parameters_of(vit.norms)
         self.teacher = Teacher(self._adapted)
@@ -108,7 +107,7 @@ class RoTTA(Method):
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         logits = self.teacher.predict(images, engine)
-        everybody, batch = engine.gather(logits), engine.gather(images)
+        everybody, batch = engine.ranks.gather(logits), engine.ranks.gather(images)
         uncertainty, labels = entropy(everybody).tolist(), everybody.argmax(-1).tolist()
         step = Step(logits)
         for image, label, h in zip(batch, labels, uncertainty):
@@ -157,11 +156,13 @@ class RoTTA(Method):
         images = self.images[filled]
         weights = torch.sigmoid(-(self.ages()[filled.cpu()] / self.memory)).to(images.device)
         views = self.augmented(images, filled, engine)
-        target = self.teacher.predict(engine.divide(images), engine)
-        sweep = engine.gradient(engine.divide(views), weighted_cross_entropy, given=[target, engine.divide(weights)])
-        engine.update()
-        self.teacher.follow(engine.parameters, 1 - self.nu)
-        return sweep.used, sweep.loss
+        target = self.teacher.predict(engine.ranks.share(images), engine)
+        result = engine.gradient(
+            engine.ranks.share(views), weighted_cross_entropy, extras=[target, engine.ranks.share(weights)]
+        )
+        engine.adapted.update()
+        self.teacher.follow(engine.adapted.tensors, 1 - self.nu)
+        return result.used, result.loss
 
     def augmented(self, images: Tensor, places: Tensor, engine: Engine) -> Tensor:
         """A view of each image of these places in the memory."""
@@ -171,4 +172,4 @@ class RoTTA(Method):
 def weighted_cross_entropy(logits: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The student's against the teacher."""
     loss = -weight * (target.softmax(-1) * logits.log_softmax(-1)).sum(-1)
-    return of_all(loss)
+    return keep_all(loss)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core.engine import Engine
-from ..core.method import Step
+from ..core.method import Info, Step
 from ..core.registry import register
 from ..errors import require_between
 from ._leading import LeadingNorms
@@ -43,9 +43,12 @@ class SAR(LeadingNorms):
             COME's mass of uncertainty is 1000.
     """
 
-    paper = "Niu et al., ICLR 2023"
-    adapts = "norms of all but the last blocks"
-    remembers = "a moving average of the loss"
+    info = Info(
+        paper="Niu et al., ICLR 2023",
+        adapts="norms of all but the last blocks",
+        remembers="a moving average of the loss",
+        passes=(2, 2),
+    )
 
     def __init__(
         self,
@@ -74,9 +77,6 @@ class SAR(LeadingNorms):
         self.average: Tensor
         self.register_buffer("average", torch.tensor(math.nan))  # of the loss; NaN until there is one
 
-    def passes(self) -> tuple[int, int]:
-        return 2, 2
-
     def step(self, images: Tensor, engine: Engine) -> Step:
         measure = uncertainty(self.loss, engine, reference=self.reference)
         margin = reliable_margin(engine, all_classes=self.reference) if self.margin is None else self.margin
@@ -88,24 +88,24 @@ class SAR(LeadingNorms):
         first = engine.gradient(images, reliable_entropy, selective=True)
         used, loss = 0, None
         if first.used:
-            with engine.perturbed(self.rho):
-                second = engine.gradient(images, reliable_entropy, among=first.kept)
+            with engine.adapted.perturbed(self.rho):
+                second = engine.gradient(images, reliable_entropy, candidates=first.kept)
             if second.used:
                 used, loss = second.used, second.loss
                 average = float(self.average)
                 self.average.fill_(loss if math.isnan(average) else self.decay * average + (1 - self.decay) * loss)
 
         if used:
-            engine.update()
+            engine.adapted.update()
         elif self.reference:
-            engine.zero_gradient()  # the released code steps on a gradient of zeros: momentum still moves the parameters
-            engine.update()
+            engine.adapted.zero_gradient()  # the released code steps on zeros: momentum still moves the parameters
+            engine.adapted.update()
 
         average = float(self.average)
         event = None
         if average < self.recovery:
             event = "recovered"
-            engine.restore(keep_momentum=self.reference)
+            engine.adapted.restore(keep_momentum=self.reference)
             if not self.reference:
                 self.average.fill_(math.nan)
         return Step(first.logits, used, loss, None if math.isnan(average) else average, event)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..core.engine import Engine
-from ..core.method import Method, Step
+from ..core.method import Info, Method, Step
 from ..core.registry import register
 
 
@@ -17,7 +17,7 @@ class Source(Method):
         reference: Accepted by every method; there is nothing to differ here.
     """
 
-    paper = "no adaptation"
+    info = Info(paper="no adaptation")
 
     def __init__(self, *, reference: bool = False) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.engine import Engine, require_finite
-from ..core.method import Step
+from ..core.method import Info, Setup, Step
 from ..core.registry import register
 from ..errors import require_between
 from ..models.view import ViT
@@ -44,9 +44,12 @@ class SPA(Siamese):
     a view without a sample to learn from adds nothing; without any, no step is taken.
     """
 
-    paper = "Niu et al., ICML 2025"
-    adapts = "all norms, a predictor before the head, and noise"
-    augments = True
+    info = Info(
+        paper="Niu et al., ICML 2025",
+        adapts="all norms, a predictor before the head, and noise",
+        augments=True,
+        passes=(3, 2),
+    )
 
     def __init__(
         self,
@@ -77,15 +80,12 @@ class SPA(Siamese):
         self.lr_noise = lr_noise
         self.momentum_noise = momentum_noise
 
-    def passes(self) -> tuple[int, int]:
-        return 3, 2
-
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         side = math.isqrt(vit.tokens - 1)
         # its square is the proportion of noise
         alpha = torch.full((side, side), math.sqrt(self.noise), dtype=vit.dtype, device=vit.device)
         self.alpha = nn.Parameter(alpha)
-        return [*super().attach(vit, rng), self.alpha]
+        return [*super().attach(vit, setup), self.alpha]
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
         ascent = {"params": [self.alpha], "lr": self.lr_noise, "momentum": self.momentum_noise, "maximize": True}
@@ -102,24 +102,24 @@ class SPA(Siamese):
         def noisy(images: Tensor, *_: Tensor) -> tuple[Tensor]:
             return predicted(self.clip(mix(images, noise, self.alpha), engine))
 
-        blurred = engine.gradient(drop(images, keep), surer, given=(target,), forward=predicted, selective=True)
-        gradient = [p.grad for p in engine.parameters if p.grad is not None]
-        mixed = engine.gradient(images, surer, given=(target,), forward=noisy, selective=True)
-        used = int(engine.gather(blurred.kept | mixed.kept).sum())
+        blurred = engine.gradient(drop(images, keep), surer, extras=(target,), forward=predicted, selective=True)
+        gradient = [p.grad for p in engine.adapted.tensors if p.grad is not None]
+        mixed = engine.gradient(images, surer, extras=(target,), forward=noisy, selective=True)
+        used = int(engine.ranks.gather(blurred.kept | mixed.kept).sum())
         if not used:
             return Step(target)
         if not mixed.used:
-            engine.zero_gradient()
-        engine.amend_gradient(plus=gradient or None)
-        engine.update()
+            engine.adapted.zero_gradient()
+        engine.adapted.amend_gradient(plus=gradient or None)
+        engine.adapted.update()
         with torch.no_grad():
             length = self.alpha.square().mean().clamp_min(torch.finfo(self.alpha.dtype).tiny)
             self.alpha.mul_((self.noise / length).sqrt()).clamp_(-1, 1)
-        return Step(target, used, sum(sweep.loss for sweep in (blurred, mixed) if sweep.used))
+        return Step(target, used, sum(result.loss for result in (blurred, mixed) if result.used))
 
     def draw(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor]:
         """Noise, the same for all images, and which low frequencies each image and channel keeps."""
-        places, count = engine.places(images)
+        places, count = engine.ranks.positions(images)
         channels, *size = images.shape[1:]
         top, left = low_frequencies(size, self.low_frequencies)
         noise = torch.randn(channels, *size, generator=engine.rng)

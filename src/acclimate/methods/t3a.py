@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.engine import Engine, entropy, require_finite
-from ..core.method import Method, Step
+from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import require_whole
 from ..models.view import ViT
@@ -35,9 +35,11 @@ class T3A(Method):
             own class, as the paper writes it.
     """
 
-    paper = "Iwasawa and Matsuo, NeurIPS 2021"
-    adapts = "prototypes instead of the head"
-    remembers = "the supports of each class"
+    info = Info(
+        paper="Iwasawa and Matsuo, NeurIPS 2021",
+        adapts="prototypes instead of the head",
+        remembers="the supports of each class",
+    )
 
     def __init__(self, *, supports_per_class: int = 20, reference: bool = False) -> None:
         super().__init__()
@@ -47,7 +49,7 @@ class T3A(Method):
         self.supports: Tensor
         self.entropies: Tensor
 
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         shape = (vit.classes, self.supports_per_class)
         like = torch.zeros(0, dtype=torch.promote_types(vit.dtype, torch.float32), device=vit.device)
         self.register_buffer("supports", like.new_zeros(*shape, vit.head.in_features))
@@ -58,8 +60,8 @@ class T3A(Method):
         logits, features = engine.features(images)
         require_finite(logits, features)
         bank = self._bank(engine)
-        everybody = engine.gather(logits)
-        used = bank.add(engine.gather(features), everybody.argmax(-1), entropy(everybody))
+        everybody = engine.ranks.gather(logits)
+        used = bank.add(engine.ranks.gather(features), everybody.argmax(-1), entropy(everybody))
         count = engine.num_classes  # with a subset of the classes, the last places stay empty
         self.supports[:count] = bank.supports
         self.entropies[:count] = bank.entropies

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..core.engine import Engine, of_all
-from ..core.method import Method, Step, scaled_lr
+from ..core.engine import Engine, keep_all
+from ..core.method import Info, Method, Setup, Step, scaled_lr
 from ..core.registry import register
 from ..errors import require_between
 from ..models.view import ViT, parameters_of
@@ -32,8 +32,7 @@ class Tent(Method):
         reference: As the authors' released code. TENT's has no quirk to reproduce, COME's has a mass of 1000 always.
     """
 
-    paper = "Wang et al., ICLR 2021"
-    adapts = "all norms"
+    info = Info(paper="Wang et al., ICLR 2021", adapts="all norms", passes=(1, 1))
     lr_at_64: ClassVar[float] = 0.001
 
     def __init__(
@@ -56,10 +55,7 @@ class Tent(Method):
         self.loss = loss
         self.reference = reference
 
-    def passes(self) -> tuple[int, int]:
-        return 1, 1
-
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         self._adapted = parameters_of(vit.norms)
         return self._adapted
 
@@ -72,8 +68,8 @@ class Tent(Method):
 
         def objective(logits: Tensor) -> tuple[Tensor, Tensor]:
             h = measure(logits)
-            return of_all(h)
+            return keep_all(h)
 
-        sweep = engine.gradient(images, objective)
-        engine.update()
-        return Step(sweep.logits, used=sweep.used, loss=sweep.loss)
+        result = engine.gradient(images, objective)
+        engine.adapted.update()
+        return Step(result.logits, used=result.used, loss=result.loss)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from ..core.method import Setup
 from ..core.registry import register
 from ..errors import require_whole
 from ..models.view import ViT
@@ -34,8 +36,7 @@ class VPT(SAR):
         reference: With the quirks of SAR's released code, see `SAR`.
     """
 
-    paper = "Jia et al., ECCV 2022"
-    adapts = "prompt tokens"
+    info = replace(SAR.info, paper="Jia et al., ECCV 2022", adapts="prompt tokens")
     lr_at_64 = 0.1
     single_sample_lr_factor = 1
 
@@ -57,9 +58,9 @@ class VPT(SAR):
         self.prompts = prompts
         self.deep = deep
 
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         blocks = range(len(vit.blocks) if self.deep else 1)
-        self.tokens = nn.ParameterList(new_prompts(vit, self.prompts, rng) for _ in blocks)  # by block
+        self.tokens = nn.ParameterList(new_prompts(vit, self.prompts, setup.rng) for _ in blocks)  # by block
         vit.prompt(dict(zip(blocks, self.tokens)))
         return list(self.tokens)
 

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from ..core.engine import Engine, entropy, of_all
-from ..core.method import Step, scaled_lr
+from ..core.engine import Engine, entropy, keep_all
+from ..core.method import Info, Step, scaled_lr
 from ..core.registry import register
 from ..errors import require_between
 from ._siamese import Siamese, divergence
@@ -34,8 +34,7 @@ class ZeroSiam(Siamese):
         reference: Accepted by every method; a step of the released code has no quirk to reproduce.
     """
 
-    paper = "Chen et al., arXiv 2025"
-    adapts = "all norms, and a predictor before the head"
+    info = Info(paper="Chen et al., arXiv 2025", adapts="all norms, and a predictor before the head", passes=(1, 1))
 
     def __init__(
         self,
@@ -53,9 +52,6 @@ class ZeroSiam(Siamese):
         self.alignment = alignment
         self.batch_size = batch_size
 
-    def passes(self) -> tuple[int, int]:
-        return 1, 1
-
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
         batch_size = self.batch_size or batch_size
         rate = scaled_lr(batch_size, 0.005) * (2 if batch_size == 1 else 1)
@@ -66,8 +62,8 @@ class ZeroSiam(Siamese):
             plain, predicted = logits.detach(), self.predicted(features, engine)
             apart = divergence(plain, predicted) + divergence(predicted, plain)
             loss = entropy(predicted) + self.alignment * apart
-            return of_all(loss)
+            return keep_all(loss)
 
-        sweep = engine.gradient(images, objective, forward=engine.forward_features)
-        engine.update()
-        return Step(sweep.logits, sweep.used, sweep.loss)
+        result = engine.gradient(images, objective, forward=engine.forward_features)
+        engine.adapted.update()
+        return Step(result.logits, result.used, result.loss)

@@ -65,10 +65,10 @@ class Case:
 
     def wrap(self, model: nn.Module | None = None, **more: Any) -> Adapter:
         model = tiny_vit(self.family) if model is None else model
-        options: dict[str, Any] = {"mean": 0.5, "std": 0.5, **self.method.quick}  # a method that augments has to know
-        kinds = [kind for kind in self.method.needs if kind in KINDS]
+        options: dict[str, Any] = {"mean": 0.5, "std": 0.5, **self.method.info.quick}  # a method that augments has to know
+        kinds = [kind for kind in self.method.info.needs if not KINDS[kind].learned]
         if kinds:
-            options["source"] = source_statistics(model, tiny_batches(2, seed=3), kinds=kinds, batch_size=6)
+            options["source_statistics"] = source_statistics(model, tiny_batches(2, seed=3), kinds=kinds, batch_size=6)
         return adapt(model, self.method, **{**options, **self.options, **more})
 
     def run(self, adapter: Adapter | None = None) -> Adapter:
@@ -115,11 +115,11 @@ def only_declared_parameters_change(case: Case) -> None:
     source = {name: p.clone() for name, p in model.named_parameters()}
     by_name = dict(model.named_parameters())
     adapter = case.run(case.wrap(model))
-    declared = set(adapter.engine.named)
+    declared = set(adapter.engine.adapted.named)
     for name, p in by_name.items():
         if f"model/{name}" not in declared:
             same({name: p}, {name: source[name]}, "undeclared")
-    changed = [name for name, p in adapter.engine.named.items() if not torch.equal(p, adapter._initial[name])]
+    changed = [name for name, p in adapter.engine.adapted.named.items() if not torch.equal(p, adapter.state.initial[name])]
     assert changed or not declared, "no declared parameter changed in four steps"
 
 
@@ -134,10 +134,10 @@ def input_is_untouched(case: Case) -> None:
 def reset_equals_freshly_wrapped(case: Case) -> None:
     adapter, fresh = case.run(), case.wrap()
     adapter.reset()
-    same(adapter._capture(), fresh._capture(), "after reset")
+    same(adapter.state.capture(), fresh.state.capture(), "after reset")
     for images in tiny_batches(seed=5):
         _equal(adapter(images), fresh(images), "step after reset")
-    same(adapter._capture(), fresh._capture(), "after reset and more steps")
+    same(adapter.state.capture(), fresh.state.capture(), "after reset and more steps")
 
 
 def save_load_continue(case: Case) -> None:
@@ -149,7 +149,7 @@ def save_load_continue(case: Case) -> None:
     assert loaded.method.config == adapter.method.config, "the configuration changed"
     for images in tiny_batches(seed=5):
         _equal(loaded(images), adapter(images), "step after load")
-    same(loaded._capture(), adapter._capture(), "after load and more steps")
+    same(loaded.state.capture(), adapter.state.capture(), "after load and more steps")
 
 
 def snapshot_and_rollback(case: Case) -> None:
@@ -157,7 +157,7 @@ def snapshot_and_rollback(case: Case) -> None:
     snapshot = adapter.snapshot()
     after = [adapter(images) for images in tiny_batches(seed=5)]
     adapter.rollback()
-    same(adapter._capture(), snapshot, "after rollback")
+    same(adapter.state.capture(), snapshot, "after rollback")
     for images, expected in zip(tiny_batches(seed=5), after):
         _equal(adapter(images), expected, "step after rollback")
 
@@ -183,11 +183,11 @@ def unwrap_gives_back_the_source(case: Case) -> None:
 
 def frozen_changes_nothing(case: Case) -> None:
     adapter = case.run()
-    before, record = adapter._capture(), adapter.record
+    before, record = adapter.state.capture(), adapter.record
     with adapter.frozen():
         first, second = (adapter(tiny_batches(1, seed=5)[0]) for _ in range(2))
     _equal(first, second, "two frozen calls")
-    same(adapter._capture(), before, "after frozen calls")
+    same(adapter.state.capture(), before, "after frozen calls")
     assert adapter.record is record, "a frozen call left a record"
 
 
@@ -197,7 +197,7 @@ def same_seed_same_run(case: Case) -> None:
     case.run(a)
     torch.manual_seed(1)  # the global generator must not matter
     case.run(b)
-    same(a._capture(), b._capture(), "same seed")
+    same(a.state.capture(), b.state.capture(), "same seed")
 
 
 def two_adapters_are_independent(case: Case) -> None:
@@ -205,7 +205,7 @@ def two_adapters_are_independent(case: Case) -> None:
     for mine, theirs in zip(tiny_batches(), tiny_batches(seed=9)):
         one(mine)
         other(theirs)
-    same(one._capture(), alone._capture(), "beside another adapter")
+    same(one.state.capture(), alone.state.capture(), "beside another adapter")
 
 
 def batch_of_one(case: Case) -> None:
@@ -213,7 +213,7 @@ def batch_of_one(case: Case) -> None:
     for images in tiny_batches(6, size=1):
         logits = adapter(images)
         assert logits.shape == (1, SIZES.classes) and logits.isfinite().all(), f"logits {logits}"
-    _finite(adapter._capture())
+    _finite(adapter.state.capture())
 
 
 def no_reliable_sample(case: Case) -> None:
@@ -224,22 +224,22 @@ def no_reliable_sample(case: Case) -> None:
     adapter = case.wrap(model)
     for images in tiny_batches():
         assert adapter(images).isfinite().all(), "logits are not finite"
-    _finite(adapter._capture())
+    _finite(adapter.state.capture())
 
 
 def bad_images_leave_the_state_alone(case: Case) -> None:
     adapter = case.run()
-    before = adapter._capture()
+    before = adapter.state.capture()
     for value in (float("nan"), float("inf")):
         images = tiny_batches(1)[0]
         images[2, 0, 3, 3] = value
         try:
             adapter(images)
         except InputError:
-            same(adapter._capture(), before, f"after an image with {value}")
+            same(adapter.state.capture(), before, f"after an image with {value}")
         else:
             assert adapter.record is not None and adapter.record.event, "neither an error nor an event"
-    _finite(adapter._capture())
+    _finite(adapter.state.capture())
 
 
 def memory_is_bounded(case: Case) -> None:
@@ -253,7 +253,7 @@ def memory_is_bounded(case: Case) -> None:
         with warnings.catch_warnings():  # looking at every object trips deprecated attributes of other libraries
             warnings.simplefilter("ignore")
             held = sum(o.numel() * o.element_size() for o in gc.get_objects() if type(o) in (Tensor, nn.Parameter))
-        sizes.append((held, sum(t.numel() for t in adapter._capture().values())))
+        sizes.append((held, sum(t.numel() for t in adapter.state.capture().values())))
     assert sizes[1][1] == sizes[0][1], f"the state grew from {sizes[0][1]} to {sizes[1][1]} elements in 40 steps"
     assert sizes[1][0] <= 1.02 * sizes[0][0], f"tensors in memory grew from {sizes[0][0]} to {sizes[1][0]} bytes in 40 steps"
 
@@ -267,7 +267,7 @@ def caller_without_gradients(case: Case) -> None:
             for images in tiny_batches():
                 logits = adapter(images.clone())  # in inference mode this is an inference tensor
         assert not logits.requires_grad, "the logits carry a graph"
-        captures.append(adapter._capture())
+        captures.append(adapter.state.capture())
     for capture in captures[1:]:
         same(capture, captures[0], "under no_grad or inference_mode")
 
@@ -275,8 +275,8 @@ def caller_without_gradients(case: Case) -> None:
 def micro_batches_do_not_matter(case: Case) -> None:
     # in float64, where rounding is no excuse
     whole, parts = (case.run(case.wrap(tiny_vit(case.family).double(), micro_batch=size)) for size in (6, 4))
-    for name, p in whole.engine.named.items():
-        difference = float((parts.engine.named[name] - p).detach().abs().max())
+    for name, p in whole.engine.adapted.named.items():
+        difference = float((parts.engine.adapted.named[name] - p).detach().abs().max())
         assert difference < 1e-6, f"{name} differs by {difference:.1e}"
 
 
@@ -317,7 +317,7 @@ def check_method(method: str | type[Method], **options: Any) -> dict[str, str]:
         ConformanceError: lists all checks that failed.
     """
     cls = find(method)
-    unknown = sorted(cls.exceptions.keys() - CHECKS.keys())
+    unknown = sorted(cls.info.exceptions.keys() - CHECKS.keys())
     if unknown:
         raise ConformanceError(f"{cls.__name__}.exceptions names unknown checks: {', '.join(unknown)}.")
     outcomes: dict[str, str] = {}
@@ -328,8 +328,8 @@ def check_method(method: str | type[Method], **options: Any) -> dict[str, str]:
             continue
         for name, check in CHECKS.items():
             where = f"{family}: {name}"
-            if name in cls.exceptions:
-                outcomes[where] = f"excused: {cls.exceptions[name]}"
+            if name in cls.info.exceptions:
+                outcomes[where] = f"excused: {cls.info.exceptions[name]}"
                 continue
             try:
                 check(Case(cls, family, options))

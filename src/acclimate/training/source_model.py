@@ -39,7 +39,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from .. import __version__
-from ..core import state
+from ..core import statefile
 from ..data.corruptions import Integers
 from ..data.datasets import Domain, title
 from ..data.disk import input_of
@@ -176,7 +176,7 @@ def train_source(
     outcome = Trained(run.history[-1][1], len(held_out.labels), found=False)
     header = {"kind": FINISHED, "settings": settings, "history": run.history, "num_classes": len(class_names)}
     made = {"versions": versions_used(), "device": str(where), "threads": torch.get_num_threads()}
-    state.write(out, net.state_dict(), {**header, **made, "accuracy": outcome.accuracy, "held_out": outcome.held_out})
+    statefile.write(out, net.state_dict(), {**header, **made, "accuracy": outcome.accuracy, "held_out": outcome.held_out})
     unfinished.unlink(missing_ok=True)
     return outcome
 
@@ -297,7 +297,7 @@ class Training:
         unfinished = checkpoint_of(out)
 
         def save() -> None:
-            state.write(unfinished, self.tensors(), {"kind": kind, "settings": settings, "history": self.history})
+            statefile.write(unfinished, self.tensors(), {"kind": kind, "settings": settings, "history": self.history})
 
         if begun is None:
             save()  # so that a place where nothing can be written is noticed now
@@ -445,7 +445,7 @@ def read_trained(
     """A file of this kind and, if given, of these settings; None if there is no file."""
     if not path.exists():
         return None
-    tensors, header = state.read(path)
+    tensors, header = statefile.read(path)
     if header.get("kind") != kind:
         raise StateError(f"{path} is no {kind} that acclimate trained, but a {header.get('kind', 'state file')}.")
     if settings is not None:

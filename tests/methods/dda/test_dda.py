@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from acclimate.methods.dda.method import DDA, combined
 from PIL import Image
 from torch import nn
 
@@ -23,6 +22,7 @@ from acclimate.errors import ConfigError, InputError, StateError
 from acclimate.methods.dda import unet
 from acclimate.methods.dda.denoisers import Gaussian, open_denoiser
 from acclimate.methods.dda.folder import Beside, generate_folder
+from acclimate.methods.dda.method import DDA, combined
 from acclimate.methods.dda.process import Schedule, regenerated, resized
 from acclimate.testing.check import tiny_batches, tiny_vit
 
@@ -117,7 +117,7 @@ def test_a_denoiser_of_ones_own(batches, tmp_path):
     model = acclimate.adapt(tiny_vit().double(), Mine, steps=100, start=2, mean=0.5, std=0.5)
     assert model(batches[0]).dtype is torch.float64
     assert set(model.method.net[0].seen) == {(torch.float32, (3, 20, 20), 10), (torch.float32, (3, 20, 20), 0)}
-    assert not list(model.method.parameters()) and not any("scale" in name for name in model._constants())
+    assert not list(model.method.parameters()) and not any("scale" in name for name in model.state.constants())
 
 
 def test_precision_is_the_denoisers_too(batches):
@@ -186,7 +186,7 @@ def test_other_channels_are_refused():
 
 
 def test_what_it_says_of_itself():
-    assert issubclass(find("dda"), Method) and find("dda").adapts == "nothing (the input)"
+    assert issubclass(find("dda"), Method) and find("dda").info.adapts == "nothing (the input)"
     assert math.isclose(find("dda")().scale, 6)
 
 
@@ -259,7 +259,7 @@ def test_pictures_that_were_generated_before(batches):
     with stored.frozen():
         torch.testing.assert_close(stored(pairs), expected, atol=1e-5, rtol=1e-5)
     for wrong in (batches[0], pairs[:, :1], pairs.tolist()):
-        with pytest.raises(InputError, match=r"2 pictures for an image here, as \(batch, 2, channels"):
+        with pytest.raises(InputError, match=r"2 images for a sample here, as \(batch, 2, channels"):
             stored(wrong)
     with pytest.raises(InputError, match="NaN or Inf in image 1 "):
         stored(pairs.index_put((torch.tensor(1), torch.tensor(1)), torch.tensor(math.nan)))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import acclimate
 from acclimate.core.registry import find
-from acclimate.core.statistics import SourceStatistics, named_prompts
+from acclimate.core.statistics import SourceStatistics
 from acclimate.errors import ConfigError, StateError
 from acclimate.methods.dept.network import (
     Prompted,
@@ -18,6 +18,7 @@ from acclimate.methods.dept.network import (
     Sizes,
     followed,
     mean_distance,
+    named_prompts,
     sharpened,
     stage_distance,
 )
@@ -97,7 +98,7 @@ def test_the_first_step_by_hand(batches, reference):
     optimizer.step()
     assert model.record.loss == pytest.approx(loss.item(), abs=1e-3)
     for name, p in learned.named_parameters():
-        torch.testing.assert_close(model.engine.named[f"method/learned.{name}"], p, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(model.engine.adapted.named[f"method/learned.{name}"], p, atol=1e-5, rtol=1e-4)
     with torch.no_grad():
         torch.testing.assert_close(logits, prompted(plain, learned, images)[0], atol=1e-3, rtol=1e-3)  # after the update
     centre = 0.1 * (token.sum(0) if reference else token.mean(0))
@@ -107,9 +108,9 @@ def test_the_first_step_by_hand(batches, reference):
 def test_the_teacher_moves_at_the_start_of_a_step(batches):
     model, seen, _ = first_step(batches[0], lr=0.05, steps=3, teacher_momentum=0.6)
     assert len(seen) == 3 and int(model.method.memory.seen) == 6  # new views for every step, one entry for every image
-    begin = [model._initial[name] for name in model.engine.named]
-    student = [p.detach() for p in model.engine.parameters]
-    assert all(torch.equal(a, model._initial[f"method/teacher.{i}"]) for i, a in enumerate(begin))
+    begin = [model.state.initial[name] for name in model.engine.adapted.named]
+    student = [p.detach() for p in model.engine.adapted.tensors]
+    assert all(torch.equal(a, model.state.initial[f"method/teacher.{i}"]) for i, a in enumerate(begin))
     moved = [i for i, (t, b, s) in enumerate(zip(model.method.teacher.weights, begin, student)) if not torch.equal(t, b)]
     assert moved and not any(torch.equal(model.method.teacher.weights[i], student[i]) for i in moved)
     one, _, _ = first_step(batches[0], lr=0.05, teacher_momentum=0.6)
@@ -137,7 +138,9 @@ def test_stages_divide_the_blocks():
     for stages, starts in ((1, [0]), (2, [0, 2]), (3, [0, 1, 2]), (4, [0, 1, 2, 3])):
         model = acclimate.adapt(tiny_vit(), "dept-g", stages=stages, **SMALL, **HOW)
         assert model.method.learned.starts == starts
-        assert {n for n in model.engine.named if ".prompts." in n} == {f"method/learned.prompts.{i}" for i in range(stages)}
+        assert {n for n in model.engine.adapted.named if ".prompts." in n} == {
+            f"method/learned.prompts.{i}" for i in range(stages)
+        }
     with pytest.raises(ConfigError, match="stages=5: this model has 4 blocks"):
         acclimate.adapt(tiny_vit(), "dept-g", stages=5, **SMALL, **HOW)
 
@@ -146,10 +149,10 @@ def test_it_begins_with_what_was_trained(family, batches):
     model = tiny_vit(family)
     source = trained(model)
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    adapter = acclimate.adapt(model, "dept-g", source=source, bank=16, lr=0.01, **HOW)
+    adapter = acclimate.adapt(model, "dept-g", source_statistics=source, bank=16, lr=0.01, **HOW)
     for name, tensor in source.of("prompts").items():
-        assert torch.equal(adapter.engine.named[f"method/learned.{name}"], tensor)
-    assert set(adapter.engine.named) == {f"method/learned.{name}" for name in source.of("prompts")}
+        assert torch.equal(adapter.engine.adapted.named[f"method/learned.{name}"], tensor)
+    assert set(adapter.engine.adapted.named) == {f"method/learned.{name}" for name in source.of("prompts")}
     if family == "timm":
         learned = Prompted(view(tiny_vit()), SIZES, torch.Generator())
         learned.load_state_dict(source.of("prompts"))
@@ -165,16 +168,16 @@ def test_it_begins_with_what_was_trained(family, batches):
 
 def test_a_state_file_knows_where_it_began(tmp_path, batches):
     source = trained(tiny_vit())
-    model = acclimate.adapt(tiny_vit(), "dept-g", source=source, bank=16, lr=0.05, **HOW)
-    begin = dict(model._capture())
+    model = acclimate.adapt(tiny_vit(), "dept-g", source_statistics=source, bank=16, lr=0.05, **HOW)
+    begin = dict(model.state.capture())
     for images in batches:
         model(images)
     model.save(tmp_path / "state.safetensors")
     again = acclimate.load(tmp_path / "state.safetensors", tiny_vit())
-    assert again.engine.drift() == pytest.approx(model.engine.drift())
+    assert again.engine.adapted.drift() == pytest.approx(model.engine.adapted.drift())
     assert torch.equal(again(batches[0]), model(batches[0]))
     again.reset()
-    after = again._capture()
+    after = again.state.capture()
     assert after.keys() == begin.keys() and all(torch.equal(t, begin[name]) for name, t in after.items())
 
 
@@ -185,7 +188,7 @@ def test_it_conforms_with_trained_prompts(check):
     class Trained(Case):
         def wrap(self, model=None, **more):
             model = tiny_vit() if model is None else model
-            options = dict(source=trained(model), bank=16, neighbours=3, refine_after=8, steps=2)
+            options = dict(source_statistics=trained(model), bank=16, neighbours=3, refine_after=8, steps=2)
             return acclimate.adapt(model, self.method, **HOW, **options, **more)
 
     CHECKS[check](Trained(find("dept-g")))
@@ -196,16 +199,16 @@ def test_without_prompts_it_says_how_to_get_them(tmp_path):
         acclimate.adapt(tiny_vit(), "dept-g", **HOW)
     statistics = acclimate.source_statistics(tiny_vit(), tiny_batches(1)[0])
     with pytest.raises(ConfigError, match=r"has fisher, features, class_tokens, not prompts.* train-prompts"):
-        acclimate.adapt(tiny_vit(), "dept-g", source=statistics, **HOW)
+        acclimate.adapt(tiny_vit(), "dept-g", source_statistics=statistics, **HOW)
     source = trained(tiny_vit())
-    with pytest.raises(ConfigError, match="prompts=50: source= has 3"):
-        acclimate.adapt(tiny_vit(), "dept-g", source=source, prompts=50, **HOW)
+    with pytest.raises(ConfigError, match="prompts=50: source_statistics= has 3"):
+        acclimate.adapt(tiny_vit(), "dept-g", source_statistics=source, prompts=50, **HOW)
     other = tiny_vit()
     with torch.no_grad():
         other.norm.bias.add_(1)
     with pytest.raises(StateError, match="of another model"):
-        acclimate.adapt(other, "dept-g", source=source, **HOW)
-    assert acclimate.adapt(tiny_vit(), "dept-g", source=source, prompts=3, **HOW).method.learned.sizes == SIZES
+        acclimate.adapt(other, "dept-g", source_statistics=source, **HOW)
+    assert acclimate.adapt(tiny_vit(), "dept-g", source_statistics=source, prompts=3, **HOW).method.learned.sizes == SIZES
 
 
 def test_class_subsets_single_images_and_a_small_bank():
@@ -219,7 +222,7 @@ def test_a_failed_step_leaves_no_trace(batches):
     """Also if earlier steps of the same batch were fine."""
     model = acclimate.adapt(tiny_vit(), "dept-g", steps=3, guard=None, **SMALL, **HOW)
     model(batches[0])
-    before, learn, calls = model._capture(), model.method.learn, []
+    before, learn, calls = model.state.capture(), model.method.learn, []
 
     def failing(*given):
         calls.append(given)
@@ -230,7 +233,7 @@ def test_a_failed_step_leaves_no_trace(batches):
     model.method.learn = failing
     with pytest.raises(acclimate.errors.NonFiniteError):
         model(batches[1])
-    after = model._capture()
+    after = model.state.capture()
     assert all(torch.equal(t, before[name]) for name, t in after.items())
 
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from coloured import COLOURS, MEAN, STD, Interrupting, domain, pictures, same, write_folder
 from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
 import acclimate
 from acclimate import cli
-from acclimate.core import state
+from acclimate.core import statefile
 from acclimate.core.statistics import SourceStatistics
 from acclimate.data.datasets import Corrupted
 from acclimate.errors import ConfigError, InputError, ModelError, StateError
 from acclimate.methods.dept.network import Sizes
 from acclimate.methods.dept.training import PromptRecipe, train_prompts
+from coloured import COLOURS, MEAN, STD, Interrupting, domain, pictures, same, write_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = Sizes(stages=2, prompts=3, hidden=12, bottleneck=6, outputs=8)
@@ -46,14 +46,14 @@ def test_it_learns_and_says_what_it_did(trained):
     assert made.kinds == ["prompts"] and made.about["samples"] == 54 and made.about["held_out"] == 6
     assert made.about["prompts"] == 3 and made.about["labels"] == "given" and made.about["accuracy"] > 0.8
     assert not list(out.parent.glob("*unfinished"))
-    header = state.read(out)[1]
+    header = statefile.read(out)[1]
     assert header["history"][0][0] > header["history"][-1][0]
     assert header["settings"]["recipe"]["smoothing"] == 0.1 and header["settings"]["data"]["count"] == 60
     assert {name.split("/")[1].split(".")[0] for name in load_file(out)} == {"prompts", "head", "dino"}
 
 
 def test_dept_begins_with_them(trained):
-    model = acclimate.adapt(plain(), "dept-g", source=trained[0], bank=32)
+    model = acclimate.adapt(plain(), "dept-g", source_statistics=trained[0], bank=32)
     images = Corrupted(pictures(8), "gaussian_noise", 2, mean=MEAN, std=STD)
     labels = torch.from_numpy(images.labels)
     right = (model(images.load(np.arange(len(labels)))).argmax(-1) == labels).float().mean()

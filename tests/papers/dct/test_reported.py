@@ -8,13 +8,13 @@ from statistics import fmean
 
 import numpy as np
 import pytest
-from support import SHARED
 
 from acclimate.data.corruptions import CORRUPTIONS
 from acclimate.data.streams import SETTINGS
 from acclimate.errors import ConfigError
 from acclimate.papers.dct.protocols import VIT_B, VIT_B_2, VIT_L, known, looks_like
 from acclimate.papers.dct.reported import claims, counterpart, figures, reported, tables
+from support import SHARED
 
 PAPER = SHARED / "paper.tex"
 SIZES = {  # methods, columns

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -28,24 +25,6 @@ def open_denoiser(name: str | os.PathLike[str] | None) -> Denoiser:
     if name == "gaussian":
         return Gaussian()
     return unet.read(bundled.DENOISER if name == "bundled" else name).requires_grad_(False)
-
-
-def digest_of(name: str) -> str:
-    """What is in the file of a denoiser, in one word."""
-    path = bundled.DENOISER if name == "bundled" else Path(name)
-    if name == "gaussian" or not path.is_file():  # to say so is for whoever opens it
-        return ""
-    about = path.stat()
-    return _digest(path, about.st_size, about.st_mtime_ns)
-
-
-@cache
-def _digest(path: Path, size: int, changed: int) -> str:
-    content = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            content.update(block)
-    return content.hexdigest()[:16]
 
 
 class Gaussian(nn.Module):

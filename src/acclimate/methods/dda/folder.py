@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ... import __version__
 from ...core.files import write_whole
-from ...core.state import digest
+from ...core.statefile import digest
 from ...data.corruptions import Integers
 from ...data.datasets import Domain, Subset
 from ...data.disk import Files

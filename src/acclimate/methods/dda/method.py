@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from ...core.engine import Engine, entropy
-from ...core.method import Method, Step
+from ...core.method import Info, Method, Setup, Step
 from ...core.registry import register
 from ...data.datasets import Domain
 from ...errors import ConfigError, require_between, require_whole
 from ...models.view import ViT
-from .denoisers import digest_of, open_denoiser
+from .denoisers import open_denoiser
 from .folder import Beside
 from .process import Denoiser, regenerated, resized
 
@@ -67,11 +67,14 @@ class DDA(Method):
             sees the central 7/8 of both images, enlarged.
     """
 
-    paper = "Gao et al., CVPR 2023"
-    adapts = "nothing (the input)"
-    remembers = "the denoiser"
-    augments = True
-    quick: ClassVar = {"denoiser": "gaussian", "steps": 10, "start": 3}
+    info = Info(
+        paper="Gao et al., CVPR 2023",
+        adapts="nothing (the input)",
+        remembers="the denoiser",
+        augments=True,
+        quick={"denoiser": "gaussian", "steps": 10, "start": 3},
+        passes=(2, 0),
+    )
 
     def __init__(
         self,
@@ -100,7 +103,7 @@ class DDA(Method):
             )
         self.denoiser = None if denoiser is None else os.fspath(denoiser)
         self.generated = None if generated is None else os.fspath(generated)
-        self.pictures = 1 if generated is None else 2
+        self.info = replace(self.info, views=1 if generated is None else 2)
         self.steps = steps
         self.start = start
         self.factor = factor
@@ -113,15 +116,10 @@ class DDA(Method):
         return open_denoiser(self.denoiser)
 
     def present(self, domain: Domain) -> Domain:
+        """Return a domain as the bench shows it to this method: with the generated image beside each original."""
         return domain if self.generated is None else Beside(domain, self.generated)
 
-    def files(self) -> dict[str, str]:
-        return {} if self.denoiser is None or self.generated is not None else {"denoiser": digest_of(self.denoiser)}
-
-    def passes(self) -> tuple[int, int]:
-        return 2, 0
-
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         if self.generated is not None:
             return []
         denoiser = self.open_denoiser()
@@ -134,9 +132,9 @@ class DDA(Method):
         if self.generated is not None:
             return Step(self._together(images, engine))
         rng = _copy(engine.rng)
-        places, total = engine.places(images)
+        places, total = engine.ranks.positions(images)
         seeds = _drawn(total, rng)
-        logits = self._logits(images, [seeds[i] for i in places.tolist()], engine, engine.gather)
+        logits = self._logits(images, [seeds[i] for i in places.tolist()], engine, engine.ranks.gather)
         engine.rng.set_state(rng.get_state())
         return Step(logits)
 
@@ -182,7 +180,7 @@ class DDA(Method):
             factor=self.factor,
             scale=self.scale,
             reference=self.reference,
-            each=lambda work, batch: engine.each(work, batch, at_once=max(1, PIXELS_AT_ONCE // math.prod(size))),
+            each=lambda work, batch: engine.map(work, batch, size=max(1, PIXELS_AT_ONCE // math.prod(size))),
             gather=gather,
         )
         return (made + 1) / 2

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import ClassVar
+from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.transforms.v2 import InterpolationMode
 
-from ...core.engine import Engine, of_all, require_finite
-from ...core.method import Method, Step
+from ...core.engine import Engine, keep_all, require_finite
+from ...core.method import Info, Method, Setup, Step
 from ...core.registry import register
-from ...core.statistics import PROMPTS, SourceStatistics
 from ...errors import ConfigError, require_between, require_whole
 from ...models.view import ViT
 from .._augment import mirrored, moco_view, resized_crop, views_of_each
 from .._bank import Bank
 from .._predictions import log_mean_prediction, uniformity
 from .._teacher import Teacher, require_nesterov
-from .network import Prompted, Regulariser, Sizes, followed, sharpened
+from .network import PROMPTS, Prompted, Regulariser, Sizes, followed, sharpened
 
 
 @register("dept-g")
@@ -36,7 +35,7 @@ class DePT(Method):
     is then raised.
 
     Prompts, classifier and DINO heads have to be trained on labelled source images first: `acclimate train-prompts` does so
-    once for a model, and `acclimate.adapt(model, "dept-g", source="prompts.safetensors")` takes them; the state file keeps
+    once for a model, and `acclimate.adapt(model, "dept-g", source_statistics="prompts.safetensors")` takes them; the state file keeps
     them. Needs also the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`).
 
     Args:
@@ -74,17 +73,26 @@ class DePT(Method):
     and keeps 0.9 of itself at each step, as DINO's.
     """
 
-    paper = "Gao et al., arXiv 2022"
-    adapts = "prompts in 4 stages, classifier and DINO heads, and their average"
-    remembers = "an average of what adapts, and a bank of features and predictions"
-    augments = True
-    predicts_after = True
-    updates_once = False
-    needs: tuple[str, ...] = (PROMPTS,)
-    quick: ClassVar = {
-        "random_prompts": True, "steps": 1, "bank": 16, "neighbours": 3, "refine_after": 8,
-        "prompts": 3, "hidden": 16, "bottleneck": 8, "outputs": 12,
-    }  # fmt: skip
+    info = Info(
+        paper="Gao et al., arXiv 2022",
+        adapts="prompts in 4 stages, classifier and DINO heads, and their average",
+        remembers="an average of what adapts, and a bank of features and predictions",
+        augments=True,
+        predicts_after=True,
+        updates_once=False,
+        needs=(PROMPTS,),
+        quick={
+            "random_prompts": True,
+            "steps": 1,
+            "bank": 16,
+            "neighbours": 3,
+            "refine_after": 8,
+            "prompts": 3,
+            "hidden": 16,
+            "bottleneck": 8,
+            "outputs": 12,
+        },
+    )
 
     def __init__(
         self,
@@ -146,27 +154,14 @@ class DePT(Method):
         self.bottleneck = bottleneck
         self.outputs = outputs
         self.reference = reference
-        self.trained: Prompted | None = None  # what it begins with
         if random_prompts:
-            self.needs = ()
+            self.info = replace(self.info, needs=())
+        self.info = replace(self.info, passes=(4 * self.steps + 1, self.steps))
 
-    def passes(self) -> tuple[int, int]:
-        return 4 * self.steps + 1, self.steps
-
-    def receive(self, statistics: SourceStatistics, vit: ViT) -> None:
-        sizes = Sizes.of(statistics.about)
-        for name, size in self._wanted.items():
-            if size != getattr(sizes, name):
-                raise ConfigError(
-                    f"{name}={size}: {statistics.origin} has {getattr(sizes, name)}. Leave it out, or train anew."
-                )
-        self.trained = Prompted(vit, sizes, torch.Generator())
-        self.trained.load_state_dict(statistics.of(PROMPTS))
-
-    def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
-        self.learned = Prompted(vit, Sizes(**self._wanted) if self.trained is None else self.trained.sizes, rng)
-        if self.trained is not None:
-            self.learned.load_state_dict(self.trained.state_dict())
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        self.learned = Prompted(vit, self._sizes(setup), setup.rng)
+        if self.info.needs:
+            self.learned.load_state_dict(setup.statistics_of(PROMPTS))
         self.learned.insert(vit)
         self._adapted = list(self.learned.parameters())
         self.teacher = Teacher(self._adapted)
@@ -175,12 +170,17 @@ class DePT(Method):
         self.register_buffer("centre", torch.zeros(self.learned.sizes.outputs, device=vit.device))
         return self._adapted
 
-    def beginnings(self) -> Mapping[str, Tensor]:
-        if self.trained is None:
-            return {}
-        begin = dict(self.trained.named_parameters())
-        student = {f"learned.{name}": p for name, p in begin.items()}
-        return student | {f"teacher.{i}": p for i, p in enumerate(begin.values())}
+    def _sizes(self, setup: Setup) -> Sizes:
+        """Return the sizes of the trained prompts, or those that were asked for where the prompts are random."""
+        if setup.statistics is None or not self.info.needs:
+            return Sizes(**self._wanted)
+        sizes = Sizes.of(setup.statistics.about)
+        for name, size in self._wanted.items():
+            if size != getattr(sizes, name):
+                raise ConfigError(
+                    f"{name}={size}: {setup.statistics.origin} has {getattr(sizes, name)}. Leave it out, or train anew."
+                )
+        return sizes
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
         return torch.optim.SGD(self._adapted, self.lr, self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov)
@@ -188,16 +188,16 @@ class DePT(Method):
     def step(self, images: Tensor, engine: Engine) -> Step:
         for _ in range(self.steps):
             weak, first, second = self.views(images, engine)
-            average = self.teacher.ahead(engine.parameters, self.teacher_momentum)
-            with engine.standing_at(average):
+            average = self.teacher.ahead(engine.adapted.tensors, self.teacher_momentum)
+            with engine.adapted.using(average):
                 logits, features = engine.features(weak)
                 _, _, token, stages = engine.evaluate(first, lambda x: self.embed(x, engine))
-            everybody = engine.gather(token)
+            everybody = engine.ranks.gather(token)
             require_finite(logits, everybody)
             used, loss = self.learn(second, self.labels(logits, features), token, stages, engine)
             self.teacher.become(average)
             self.centre.copy_(followed(self.centre, everybody.sum(0) if self.reference else everybody.mean(0)))
-        self.memory.remember(engine.gather(features), engine.gather(logits.softmax(-1)))
+        self.memory.remember(engine.ranks.gather(features), engine.ranks.gather(logits.softmax(-1)))
         return Step(engine.predict(images), used=used, loss=loss)
 
     def learn(self, images: Tensor, labels: Tensor, token: Tensor, stages: Tensor, engine: Engine) -> tuple[int, float]:
@@ -211,14 +211,14 @@ class DePT(Method):
             logits: Tensor, _: Tensor, token: Tensor, stages: Tensor, label: Tensor, target: Tensor, stage_target: Tensor
         ) -> tuple[Tensor, Tensor]:
             loss = F.cross_entropy(logits, label, reduction="none") + self.diversity * uniformity(logits, log_mean)
-            return of_all(loss + regulariser(token, stages, target, stage_target, prompts))
+            return keep_all(loss + regulariser(token, stages, target, stage_target, prompts))
 
         given = [labels, target, stages]
-        sweep = engine.gradient(images, objective, given=given, forward=lambda x, *_: self.embed(x, engine))
-        for p in engine.parameters:
+        result = engine.gradient(images, objective, extras=given, forward=lambda x, *_: self.embed(x, engine))
+        for p in engine.adapted.tensors:
             nn.utils.clip_grad_norm_([p], self.clip)
-        engine.update()
-        return sweep.used, sweep.loss
+        engine.adapted.update()
+        return result.used, result.loss
 
     def embed(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.learned.embed(engine.vit, images, engine.forward_features)

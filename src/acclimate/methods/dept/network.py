@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...core.statistics import Statistic
 from ...errors import ConfigError, require_whole
 from ...models.surgery import tap
 from ...models.view import ViT
@@ -156,3 +157,27 @@ def mean_distance(prompts: Tensor) -> Tensor:
     count = len(prompts)
     directions = F.normalize(prompts, dim=-1)
     return (count**2 - (directions @ directions.T).sum()) / max(count * (count - 1), 1)
+
+
+class TrainedPrompts(Statistic):
+    """Prompts, classifier and DINO heads that were trained on labelled source images."""
+
+    kind = "prompts"
+    what = "prompts that were trained on labelled source data"
+    how = (
+        "acclimate train-prompts --model NAME --data folder --root DIR --out prompts.safetensors on the command line. "
+        "With random_prompts=True it does without, and is then not the paper's method"
+    )
+    learned = True
+
+    @classmethod
+    def empty(cls, vit: ViT, about: Mapping[str, Any]) -> dict[str, Tensor]:
+        return dict(Prompted(vit, Sizes.of(about), torch.Generator()).state_dict())
+
+
+PROMPTS = TrainedPrompts.kind
+
+
+def named_prompts(learned: nn.Module) -> dict[str, Tensor]:
+    """Return what was learned, under the names that source statistics have."""
+    return {f"{PROMPTS}/{name}": tensor.detach().clone() for name, tensor in learned.state_dict().items()}

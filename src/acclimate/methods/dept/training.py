@@ -2,7 +2,7 @@
 
     data = open_data("folder", root, model)
     train_prompts(model, data.domains[0], data.class_names, "prompts.safetensors")
-    model = acclimate.adapt(model, "dept-g", source="prompts.safetensors")
+    model = acclimate.adapt(model, "dept-g", source_statistics="prompts.safetensors")
 
 The losses, the optimizer and its schedule are those of DePT's source phase (Gao et al., 2022). Ours is that the backbone
 stays as it is: the authors train all weights, at a tenth of the learning rate of what is trained here. So the model that
@@ -26,13 +26,13 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor, nn
 
-from ...core import state
-from ...core.adapter import WRAPPED, Adapter
-from ...core.engine import Engine, of_all
-from ...core.statistics import PROMPTS, SourceStatistics, named_prompts
+from ...core import statefile
+from ...core.engine import Engine, keep_all
+from ...core.statistics import SourceStatistics
+from ...core.wrapping import require_unwrapped
 from ...data.datasets import Domain, title
 from ...data.folder import AnyPath
-from ...errors import InputError, ModelError, require_between, require_whole
+from ...errors import InputError, require_between, require_whole
 from ...models.families import view
 from ...models.fingerprint import fingerprint
 from ...models.loading import pick_device
@@ -48,7 +48,7 @@ from ...training.source_model import (
     versions_used,
 )
 from .._teacher import Teacher
-from .network import Prompted, Regulariser, Sizes, followed, sharpened
+from .network import PROMPTS, Prompted, Regulariser, Sizes, followed, named_prompts, sharpened
 
 VERSION = 1  # of the recipe: what the numbers in `PromptRecipe` do not say
 FINISHED, UNFINISHED = "trained prompts", "unfinished trained prompts"  # kinds of files
@@ -149,13 +149,12 @@ def train_prompts(
 
     Example:
         >>> train_prompts(model, domain, class_names, "prompts.safetensors")
-        >>> model = acclimate.adapt(model, "dept-g", source="prompts.safetensors")
+        >>> model = acclimate.adapt(model, "dept-g", source_statistics="prompts.safetensors")
     """
     sizes, recipe, console, out = sizes or Sizes(), recipe or PromptRecipe(), console or Console(quiet=True), Path(out)
     unfinished = checkpoint_of(out)
     require_whole(0, seed=seed, workers=workers)
-    if isinstance(model, Adapter) or model in WRAPPED:
-        raise ModelError("This model is wrapped: train prompts for the plain source model, before adapt().")
+    require_unwrapped(model, "train prompts for the plain source model, before adapt().")
     original = view(model)
     if len(class_names) != original.classes:
         raise InputError(
@@ -185,7 +184,7 @@ def train_prompts(
     about = {**shown, **asdict(sizes), "held_out": len(parts[1].labels), "accuracy": run.history[-1][1]}
     header = {"kind": FINISHED, "settings": settings, "history": run.history, "versions": versions_used()}
     found = {"statistics": [PROMPTS], "model": mine, "about": about}
-    state.write(out, named_prompts(run.student), {**header, **found, "device": str(where)})
+    statefile.write(out, named_prompts(run.student), {**header, **found, "device": str(where)})
     unfinished.unlink(missing_ok=True)
     return SourceStatistics.load(out)
 
@@ -216,8 +215,8 @@ class _PromptTraining(Training):
             group["lr"] = recipe.lr * pace(done, min(1.0, self.warmup))
         images = self.vit.check(images)
         first, second = (augmented(images, draws, recipe.area, recipe.stretch) for _ in range(2))
-        average = self.teacher.ahead(engine.parameters, recipe.teacher_momentum)
-        with engine.standing_at(average):
+        average = self.teacher.ahead(engine.adapted.tensors, recipe.teacher_momentum)
+        with engine.adapted.using(average):
             _, _, token, stages = engine.evaluate(first, self.embed)
         target = sharpened(token, self.centre, recipe.temperature(len(self.history)))
         regulariser = Regulariser(
@@ -229,15 +228,15 @@ class _PromptTraining(Training):
             logits: Tensor, _: Tensor, token: Tensor, stages: Tensor, label: Tensor, target: Tensor, stage_target: Tensor
         ) -> tuple[Tensor, Tensor]:
             loss = F.cross_entropy(logits, label, reduction="none", label_smoothing=recipe.smoothing)
-            return of_all(loss + regulariser(token, stages, target, stage_target, prompts))
+            return keep_all(loss + regulariser(token, stages, target, stage_target, prompts))
 
         given = [labels.to(images.device), target, stages]
-        sweep = engine.gradient(second, objective, given=given, forward=lambda x, *_: self.embed(x))
+        result = engine.gradient(second, objective, extras=given, forward=lambda x, *_: self.embed(x))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.teacher.become(average)
         self.centre.copy_(followed(self.centre, token.mean(0)))
-        return sweep.loss
+        return result.loss
 
     def embed(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.student.embed(self.vit, images, self.engine.forward_features)

@@ -60,12 +60,12 @@ class Experiment:
     @property
     def needing(self) -> list[str]:
         """Methods that need more than the model and the stream: statistics of the source data, or a diffusion model."""
-        return [m for m in self.methods if isinstance(m, str) and (find_method(m).needs or m == "dda")]
+        return [m for m in self.methods if isinstance(m, str) and (find_method(m).info.needs or m == "dda")]
 
     def lacking(self, source: Source | Sequence[Source] | None, denoiser: str | None) -> list[str]:
         """Those of them that cannot be run with these."""
         known = {kind for statistics in statistics_of(source) for kind in statistics.kinds}
-        return [m for m in self.needing if not {*find_method(m).needs} <= known or (m == "dda" and denoiser is None)]
+        return [m for m in self.needing if not {*find_method(m).info.needs} <= known or (m == "dda" and denoiser is None)]
 
     @property
     def hours(self) -> float:
@@ -152,7 +152,7 @@ def run(
     """
     if scale not in ("full", "small"):
         raise ConfigError(f"scale={scale!r}: full or small.")
-    without = [] if scale == "small" else experiment.lacking(options.get("source"), denoiser)
+    without = [] if scale == "small" else experiment.lacking(options.get("source_statistics"), denoiser)
     given = {}
     if denoiser is not None:
         given["dda"] = ("dda", {"generated" if Path(denoiser).is_dir() else "denoiser": denoiser})
@@ -187,7 +187,7 @@ SMALL_SEVERITY = {5: 3, 3: 2}  # the bundled model is small, too
 
 def _small(experiment: Experiment, grid: dict[str, Any], options: dict[str, Any]) -> Results:
     pairs = [(m, {}) if isinstance(m, str) else m for m in grid["methods"]]
-    methods = [(name, {**find_method(name).quick, **given}) for name, given in pairs]
+    methods = [(name, {**find_method(name).info.quick, **given}) for name, given in pairs]
     grid = {**grid, "methods": methods, "seeds": grid["seeds"][:1], "batch_size": min(32, grid.get("batch_size", 64))}
     severity = SMALL_SEVERITY[grid.pop("severities", [5])[0]]
     if experiment.data == "imagenet-c":

@@ -260,7 +260,7 @@ def run(
 def adapted_parameters(adapter: Adapter) -> dict[str, Tensor]:
     """The model's adapted parameters and their momentum buffers, under timm's names."""
     final: dict[str, Tensor] = {}
-    for name, p in adapter.engine.named.items():
+    for name, p in adapter.engine.adapted.named.items():
         if name.startswith("model/"):
             note(final, adapter, name.removeprefix("model/"), p)
     return final
@@ -268,7 +268,7 @@ def adapted_parameters(adapter: Adapter) -> dict[str, Tensor]:
 
 def note(final: dict[str, Tensor], adapter: Adapter, name: str, *parts: nn.Parameter) -> None:
     """Note a recorded tensor, which may be in several parts here, and its momentum."""
-    optimizer = adapter.engine.optimizer
+    optimizer = adapter.engine.adapted.optimizer
     assert optimizer is not None
     final[name] = torch.cat([p.detach() for p in parts])
     momenta = [optimizer.state[p].get("momentum_buffer") for p in parts]

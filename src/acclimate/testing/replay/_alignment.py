@@ -28,7 +28,7 @@ def _cfa(recording: Recording) -> Result:
         Noting,
         observe=lambda *_: {"grad_norm_before_clipping": lengths[-1]},
         trace_tolerance=recording.tolerance_logits,
-        source=statistics,
+        source_statistics=statistics,
     )
     ours = statistics.of("features")
     names = {"moment_1": "mean", "moment_2": "moment2", "moment_3": "moment3", "class_mean": "class_means"}

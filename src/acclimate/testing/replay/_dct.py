@@ -10,6 +10,7 @@ from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 
 from ...core.adapter import Adapter
+from ...core.method import Setup
 from ...methods.dct import DCT, Conditioner
 from ...models.families.timm import TimmAttention
 from ...models.view import ViT
@@ -31,8 +32,8 @@ def _dct(recording: Recording) -> Result:
     class Recorded(DCT):
         """DCT whose generators start from the recorded values."""
 
-        def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
-            adapted = super().attach(vit, rng)
+        def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+            adapted = super().attach(vit, setup)
             if len(self.generators) != recording.hyper["n_generator_blocks"]:
                 raise ValueError(f"{recording.hyper['n_generator_blocks']} generator blocks in a model of {self._depth}")
             for block, conditioner in self.generators.items():
@@ -47,7 +48,7 @@ def _final(adapter: Adapter) -> dict[str, Tensor]:
     """The reference keeps one (3 width, width) generator per block; ours is in parts, of which the query's never changes."""
     final = adapted_parameters(adapter)
     assert isinstance(adapter.method, DCT)
-    for block in {name.split(".")[1] for name in adapter.engine.named if name.startswith("method/generators.")}:
+    for block in {name.split(".")[1] for name in adapter.engine.adapted.named if name.startswith("method/generators.")}:
         conditioner: Any = adapter.method.generators[block]
         for theirs, ours in (("weight", conditioner.weights), ("bias", conditioner.biases)):
             parts = (ours[part] for part in "qkv")

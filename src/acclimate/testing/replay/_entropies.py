@@ -39,7 +39,7 @@ def _eata(recording: Recording) -> Result:
     """With the Fisher information that we compute from the recorded images, which has to be the recorded one."""
     images, size = recording.tensors["extra/source_images"], recording.hyper["fisher_batch_size"]
     statistics = source_statistics(recording.model(), images, kinds=["fisher"], batch_size=size, samples=len(images))
-    result = run(recording, "eata", observe=_average, source=statistics)
+    result = run(recording, "eata", observe=_average, source_statistics=statistics)
     recorded, ours = recording.group("extra/fisher."), statistics.of("fisher")
     if recorded.keys() != ours.keys():
         result.problems.append("the Fisher information is of other parameters")

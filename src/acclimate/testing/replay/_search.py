@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...core.adapter import Adapter
 from ...core.engine import Engine
+from ...core.method import Setup
 from ...core.statistics import source_statistics
 from ...methods.foa import FOA
 from ...models.view import ViT
@@ -26,8 +26,8 @@ def _foa(recording: Recording) -> Result:
     costs: list[Tensor] = []
 
     class Recorded(FOA):
-        def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
-            adapted = super().attach(vit, rng)
+        def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+            adapted = super().attach(vit, setup)
             self.best.data.copy_(extra["initial_prompts"][0])
             return adapted
 
@@ -47,7 +47,7 @@ def _foa(recording: Recording) -> Result:
         return {"best_prompts": method.best.detach()[None], "shift_ema": method.average}
 
     tolerance = recording.tolerance_logits
-    result = run(recording, Recorded, final, observe, trace_tolerance=tolerance, source=statistics)
+    result = run(recording, Recorded, final, observe, trace_tolerance=tolerance, source_statistics=statistics)
     for name, values in statistics.of("class_tokens").items():
         result.compare(name, values, extra[f"source_{name}"], recording.tolerance_final)
     return result

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...core.adapter import Adapter
 from ...core.engine import Engine
-from ...core.method import Step
+from ...core.method import Setup, Step
 from ...methods.adacontrast import AdaContrast
 from ...methods.cmf import CMF
 from ...methods.cotta import CoTTA
@@ -23,12 +23,12 @@ from . import TRACE_TOLERANCE, Recording, Result, adapted_parameters, replays, r
 
 def _all_parameters(adapter: Adapter, prefix: str = "") -> dict[str, Tensor]:
     """The model's parameters, those that do not adapt included, under timm's names."""
-    return {prefix + name: p.detach() for name, p in adapter._source_state.items()}
+    return {prefix + name: p.detach() for name, p in adapter._wrapped.weights.items()}
 
 
 def _averaged(adapter: Adapter, prefix: str, weights: Sequence[Tensor]) -> dict[str, Tensor]:
     """Averages of the adapted parameters."""
-    return dict(zip([prefix + name.removeprefix("model/") for name in adapter.engine.named], weights))
+    return dict(zip([prefix + name.removeprefix("model/") for name in adapter.engine.adapted.named], weights))
 
 
 @replays("CoTTA")
@@ -55,7 +55,7 @@ def _cotta(recording: Recording) -> Result:
             return recording.tensors[f"extra/aug/{self.calls}/{self.shown - 1}"]
 
         def restored(self, i: int, p: Tensor, engine: Engine) -> Tensor:
-            name = list(engine.named)[i].removeprefix("model/")
+            name = list(engine.adapted.named)[i].removeprefix("model/")
             mask = recording.tensors.get(f"extra/restore_mask/{self.calls}/{name}")
             if mask is None and self.restore:
                 raise ValueError(f"no restored elements of {name} are recorded for step {self.calls}")
@@ -181,7 +181,7 @@ def _rotta(recording: Recording) -> Result:
 
     def final(adapter: Adapter) -> dict[str, Tensor]:
         method: Any = adapter.method
-        student = {name.removeprefix("model/"): p.detach() for name, p in adapter.engine.named.items()}
+        student = {name.removeprefix("model/"): p.detach() for name, p in adapter.engine.adapted.named.items()}
         teacher = _averaged(adapter, "teacher.", method.teacher.weights)
         return {**{f"student.{name}": p for name, p in student.items()}, **teacher}
 
@@ -200,8 +200,8 @@ def _adacontrast(recording: Recording) -> Result:
 
         augments = False
 
-        def attach(self, vit: ViT, rng: torch.Generator) -> Iterable[nn.Parameter]:
-            adapted = super().attach(vit, rng)
+        def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+            adapted = super().attach(vit, setup)
             self.queue_features.copy_(recording.tensors["extra/queue_features"].T)
             self.queue_labels.copy_(recording.tensors["extra/queue_labels"])
             return adapted

@@ -1,0 +1,110 @@
+"""Micro-batches: a batch is cut into parts, which worker threads pass side by side on a CPU."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+
+T = TypeVar("T")
+Rows = tuple[Tensor, ...]  # the images of some samples, and whatever else has one row per sample
+
+MAX_WORKERS = 4  # each holds one micro-batch and one gradient
+TOKENS_AT_ONCE = 2 * 197 * 768  # times width: two images in ViT-B, large enough to be efficient, small enough to be cheap
+GPU_SIZE = 32
+
+
+class MicroBatches:
+    """How a batch is cut, and who passes the parts.
+
+    Args:
+        size: Samples in a part; by default what suits the model and the device.
+        work: Tokens times width of one image, which decide the default on a CPU.
+        whole: Never cut a batch, because its samples interact.
+        threads: Pass parts in worker threads where the images are on a CPU.
+    """
+
+    def __init__(self, size: int | None, *, work: int, whole: bool, threads: bool) -> None:
+        if size is not None and (not isinstance(size, int) or size < 1):
+            raise ConfigError(f"micro_batch={size!r}: give a whole number of samples, at least 1.")
+        self.whole = whole
+        self.kept_share = torch.tensor(0.0)  # of the last batch's samples; the adapter notes it after each step
+        self._size = size
+        self._work = work
+        self._threads = threads
+
+    def map(
+        self, run: Callable[[Sequence[Rows]], T], batch: Rows, *, selective: bool = False, size: int | None = None
+    ) -> list[T]:
+        """Give each worker a contiguous run of parts, so that sums have one order; return what the workers made of them.
+
+        Args:
+            run: Work on a run of parts. It may be called in another thread.
+            batch: Tensors with one row per sample, the images first.
+            selective: Say that many samples may be rejected: then parts are smaller while many are.
+            size: Samples in a part, unless the user chose a size.
+        """
+        threads = torch.get_num_threads()
+        workers = min(threads, MAX_WORKERS) if batch[0].device.type == "cpu" and self._threads else 1
+        part = self._part_size(batch[0], workers, selective, size)
+        parts = list(zip(*(rows.split(part) for rows in batch)))
+        workers = min(workers, len(parts))
+        if workers == 1:
+            return [run(parts)]
+        bounds = [round(i * len(parts) / workers) for i in range(workers + 1)]
+        return list(_pool(threads).map(run, [parts[a:b] for a, b in zip(bounds, bounds[1:])]))
+
+    def _part_size(self, images: Tensor, workers: int, selective: bool, size: int | None) -> int:
+        if self.whole:
+            return len(images)
+        if self._size is not None:
+            return self._size
+        if size is None:
+            views = images.shape[1] if images.ndim == 5 else 1
+            if images.device.type != "cpu":
+                return max(1, GPU_SIZE // views)
+            size = max(2, round(TOKENS_AT_ONCE / self._work) // views)
+            if selective and float(self.kept_share) < 0.75:
+                size //= 2
+        return min(size, math.ceil(len(images) / workers))
+
+    @contextmanager
+    def undivided(self) -> Iterator[None]:
+        """Inside, a batch is one part."""
+        size, self._size = self._size, sys.maxsize
+        try:
+            yield
+        finally:
+            self._size = size
+
+
+def _compute_on(cores: int) -> None:
+    torch.set_num_threads(cores)
+    torch.get_num_threads()  # a thread takes over the process's default at its first use of torch: let that be now
+
+
+@lru_cache(maxsize=1)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Return the worker threads, which divide the cores among themselves and serve all adapters of the process."""
+    workers = min(threads, MAX_WORKERS)
+    pool = ThreadPoolExecutor(workers, "acclimate", initializer=_compute_on, initargs=(threads // workers,))
+    everybody = threading.Barrier(workers)
+    for started in [pool.submit(everybody.wait) for _ in range(workers)]:
+        started.result()
+    torch.set_num_threads(threads)  # what a worker sets would otherwise be the default of every thread started later
+    return pool
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not survive a fork

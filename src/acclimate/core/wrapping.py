@@ -1,0 +1,62 @@
+"""A model while it is wrapped: what it was before, and how it is given back."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from ..errors import ModelError
+from ..models.families import view
+
+_WRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # adapters and the models in them
+
+
+def require_unwrapped(model: nn.Module, advice: str) -> None:
+    """Refuse an adapter, and a model that is inside of one."""
+    if isinstance(model, nn.Module) and model in _WRAPPED:
+        raise ModelError(f"This model is wrapped already: {advice}")
+
+
+class WrappedModel:
+    """A model that is being adapted, with its flags and the names of its weights from before any surgery.
+
+    Args:
+        model: The model. It is put into evaluation mode.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        require_unwrapped(model, "call unwrap() on its adapter first.")
+        self.model = model
+        self.vit = view(model)
+        self.weights = model.state_dict(keep_vars=True)
+        self._training = {module: module.training for module in model.modules()}
+        self._required_grad = {p: p.requires_grad for p in model.parameters()}
+        model.eval()
+
+    def names(self, method: nn.Module) -> dict[int, str]:
+        """Return the names of the model's and the method's parameters, by the identity of the parameter."""
+        names = {id(p): f"model/{name}" for name, p in self.weights.items()}
+        return names | {id(p): f"method/{name}" for name, p in method.named_parameters()}
+
+    def learn_only(self, adapted: Iterable[nn.Parameter | torch.Tensor], method: nn.Module) -> None:
+        """Let the adapted parameters alone have gradients."""
+        self.model.requires_grad_(False)
+        method.eval().requires_grad_(False)
+        for p in adapted:
+            p.requires_grad_(True)
+
+    def claim(self, adapter: nn.Module) -> None:
+        """Note that the model belongs to an adapter, so that nobody wraps either again."""
+        _WRAPPED.update((self.model, adapter))
+
+    def give_back(self) -> None:
+        """Undo the surgery and restore all flags. The values of the parameters are not touched."""
+        self.vit.restore()
+        for module, training in self._training.items():
+            module.training = training
+        for p, required in self._required_grad.items():
+            p.requires_grad_(required)
+        _WRAPPED.discard(self.model)
