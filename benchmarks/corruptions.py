@@ -2,7 +2,7 @@
 
     python benchmarks/corruptions.py [--severity 3] [--size 224] [--repeats 7]
 
-Both get the same picture, one at a time, and one thread. They are measured in turns, so that a busy moment of the machine
+Both get the same image, one at a time, and one thread. They are measured in turns, so that a busy moment of the machine
 hits both; times are medians, and a ratio is the median of the ratios of neighbouring runs. The last column is acclimate at
 28 x 28 pixels in a batch of 256, per image. Without `imagecorruptions` only acclimate is measured. An environment of its own
 is best for that package, which brings OpenCV and scikit-image; this file needs neither torch nor timm:
@@ -51,8 +51,8 @@ def reference() -> Callable[..., np.ndarray] | None:
     return imagecorruptions.corrupt
 
 
-def picture(size: int) -> np.ndarray:
-    """Soft stripes with a hard edge and some texture; what is in a picture hardly matters for the time."""
+def new_image(size: int) -> np.ndarray:
+    """Soft stripes with a hard edge and some texture; what is in an image hardly matters for the time."""
     y, x = np.mgrid[:size, :size] / size
     channels = [np.sin(9 * x + 3 * y), np.sin(5 * y - 7 * x * y), np.where(x + y > 1, 0.5, -0.5)]
     texture = np.random.default_rng(0).normal(0, 0.1, (size, size, 3))
@@ -74,8 +74,8 @@ def main() -> None:
     severity, size = arguments.severity, arguments.size
 
     theirs = reference()
-    image = picture(size)
-    small = np.repeat(picture(28)[None], 256, axis=0)
+    image = new_image(size)
+    small = np.repeat(new_image(28)[None], 256, axis=0)
     print(f"severity {severity}, one thread, {arguments.repeats} repeats, numpy {np.__version__}; milliseconds per image\n")
     print(f"{'':20}{'imagecorruptions':>17}{'acclimate':>11}{'ratio':>7}{'28 x 28':>10}")
     all_theirs, all_ours, all_small = [], [], []

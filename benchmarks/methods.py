@@ -23,7 +23,7 @@ import acclimate
 from acclimate.core.registry import find
 from acclimate.core.statistics import fitting
 from acclimate.data import bundled
-from acclimate.data.datasets import Corrupted
+from acclimate.data.domains import Corrupted
 from acclimate.data.streams import Stream
 from acclimate.evaluation.cost import measure
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 def measured(name: str, batches: list[torch.Tensor]) -> list[str]:
     needs = find(name).info.needs
-    source = fitting(bundled.source(), needs) if needs else None
+    source = fitting(bundled.source_statistics(), needs) if needs else None
     cost = measure(bundled.model(), name, batches, options=bundled.ASSETS.get(name), source_statistics=source)
     each = 1000 * cost.seconds / len(batches[1])
     memory = "" if cost.peak_mib is None else f"{cost.peak_mib:.0f}"

@@ -7,13 +7,13 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from acclimate.data.datasets import Corrupted, Images
+from acclimate.data.domains import Corrupted, Images
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 COLOURS = {"blue": (30, 40, 200), "green": (40, 190, 50), "red": (200, 30, 40)}
 
 
-def pictures(count=20):
+def new_images(count=20):
     """Of one colour each, with noise."""
     rng = np.random.default_rng(0)
     labels = np.repeat(np.arange(len(COLOURS)), count)
@@ -22,14 +22,14 @@ def pictures(count=20):
 
 
 def domain(count=20, mean=MEAN):
-    return Corrupted(pictures(count), mean=mean, std=STD)
+    return Corrupted(new_images(count), mean=mean, std=STD)
 
 
 class Interrupting(Corrupted):
-    """Asked for pictures the n-th time, it stops the training."""
+    """Asked for images the n-th time, it stops the training."""
 
     def __init__(self, n):
-        super().__init__(pictures(), mean=MEAN, std=STD)
+        super().__init__(new_images(), mean=MEAN, std=STD)
         self.left = n
 
     def load(self, indices):
@@ -46,7 +46,7 @@ def same(a, b):
 
 def write_folder(folder):
     """Write the images as files, a folder for each colour."""
-    for pixels, label, number in zip(*pictures()):
+    for pixels, label, number in zip(*new_images()):
         (folder / list(COLOURS)[label]).mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).resize((40, 48)).save(folder / list(COLOURS)[label] / f"{number}.png")
     return folder

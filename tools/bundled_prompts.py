@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from acclimate.data import bundled
-from acclimate.data.datasets import Corrupted
+from acclimate.data.domains import Corrupted, Subset
 from acclimate.methods.dept.network import Sizes
 from acclimate.methods.dept.training import PromptRecipe, train_prompts
 
@@ -28,8 +28,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=bundled.PROMPTS)
     options = parser.parse_args()
-    train = bundled.read(options.data, "train").sample(options.images)
-    domain = Corrupted(train, mean=bundled.MEAN, std=bundled.STD)
+    train = Corrupted(bundled.read(options.data, "train"), mean=bundled.MEAN, std=bundled.STD)
+    domain = Subset.sample(train, options.images)
     recipe = PromptRecipe(epochs=options.epochs, batch_size=64, warmup=40)
     made = train_prompts(
         bundled.model(), domain, bundled.CLASSES, options.out, sizes=SIZES, recipe=recipe, device="cpu", console=Console()

@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import acclimate
 from acclimate.data import bundled
-from acclimate.data.datasets import normalised
+from acclimate.data.domains import Corrupted, Subset
 
 
 def main() -> None:
@@ -23,8 +24,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="the folder with train-images-idx3-ubyte.gz")
     parser.add_argument("--out", type=Path, default=bundled.STATISTICS)
     options = parser.parse_args()
-    train = bundled.read(options.data, "train").sample(2000)
-    images = normalised(train.pixels, bundled.MEAN, bundled.STD)
+    train = Subset.sample(Corrupted(bundled.read(options.data, "train"), mean=bundled.MEAN, std=bundled.STD), 2000)
+    images = train.load(np.arange(len(train.labels)))
     statistics = acclimate.source_statistics(bundled.model(), images, labels=torch.from_numpy(train.labels))
     statistics.save(options.out)
     print(f"{options.out}: {statistics}")

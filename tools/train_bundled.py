@@ -41,7 +41,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch.nn.functional import cross_entropy
 
 from acclimate.data import bundled
-from acclimate.data.datasets import Images, normalised
+from acclimate.data.domains import Images
 
 OPERATIONS = ["AutoContrast", "Equalize", "Rotate", "PosterizeIncreasing", "SolarizeIncreasing", "ShearX", "ShearY",
               "TranslateXRel", "TranslateYRel"]  # fmt: skip
@@ -137,7 +137,7 @@ def run_epoch(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(epoch + number / len(batches), options)
         shown = [flipped(augment(Image.fromarray(train.pixels[i]))) for i in batch]
-        images = erase(normalised(np.stack([*map(np.asarray, shown)]), bundled.MEAN, bundled.STD))
+        images = erase(bundled.PREPROCESS.normalised(np.stack([*map(np.asarray, shown)])))
         mixed, targets = mixup(images, torch.from_numpy(train.labels[batch]))
         loss = cross_entropy(model(mixed), targets)
         optimizer.zero_grad()
@@ -159,16 +159,14 @@ def learning_rate(epoch: float, options: argparse.Namespace) -> float:
     return peak * min(1.0, (epoch - began) / WARMUP) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def flipped(picture: Image.Image) -> Image.Image:
-    return picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if random.random() < 0.5 else picture
+def flipped(image: Image.Image) -> Image.Image:
+    return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if random.random() < 0.5 else image
 
 
 @torch.inference_mode()
 def accuracy(model: VisionTransformer, test: Images) -> float:
     model.eval()
-    predictions = [
-        model(normalised(chunk, bundled.MEAN, bundled.STD)).argmax(1) for chunk in np.array_split(test.pixels, 40)
-    ]
+    predictions = [model(bundled.PREPROCESS.normalised(chunk)).argmax(1) for chunk in np.array_split(test.pixels, 40)]
     return (torch.cat(predictions) == torch.from_numpy(test.labels)).float().mean().item()
 
 

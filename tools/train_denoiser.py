@@ -28,7 +28,6 @@ import torch
 from rich.console import Console
 
 from acclimate.data import bundled
-from acclimate.data.datasets import normalised
 from acclimate.methods.dda import unet
 from acclimate.methods.dda.process import Schedule
 
@@ -81,10 +80,10 @@ def main() -> None:
     for update in range(first, options.updates):
         rng = torch.Generator().manual_seed(options.seed * 10**6 + update)
         chosen = torch.randint(len(train), (options.batch_size,), generator=rng).numpy()
-        pictures = normalised(train[chosen], bundled.MEAN, bundled.STD)  # which is from -1 to 1
-        steps = torch.randint(LAST, (len(pictures),), generator=rng)
-        noise = torch.randn(pictures.shape, generator=rng)
-        noisy = kept[steps].sqrt() * pictures + (1 - kept[steps]).sqrt() * noise
+        images = bundled.PREPROCESS.normalised(train[chosen])  # which is from -1 to 1
+        steps = torch.randint(LAST, (len(images),), generator=rng)
+        noise = torch.randn(images.shape, generator=rng)
+        noisy = kept[steps].sqrt() * images + (1 - kept[steps]).sqrt() * noise
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(update, options.updates)
         loss = torch.nn.functional.mse_loss(net(noisy, steps), noise)

@@ -25,11 +25,12 @@ from safetensors.torch import load_file
 from timm.data import resolve_model_data_config
 
 from acclimate.data.corruptions import CORRUPTIONS
-from acclimate.data.datasets import Corrupted, Images
+from acclimate.data.domains import Corrupted, Images
 from acclimate.data.streams import Stream
-from acclimate.evaluation.grid import sweep
+from acclimate.evaluation.grid import run_grid
 from acclimate.evaluation.store import Store
 from acclimate.evaluation.tables import Grid, markdown, terminal
+from acclimate.evaluation.testbed import open_testbed
 
 WEIGHTS = "vit_tiny_patch16_224.in1k.safetensors"
 SIZE = 224
@@ -53,11 +54,10 @@ def main() -> None:
     console = Console()
     for severity in map(int, options.severities.split(",")):
         domains = [Corrupted(images, name, severity, **normalisation) for name in options.corruptions.split(",")]
-        outcomes = sweep(
-            model.eval(),
+        outcomes = run_grid(
+            open_testbed(model.eval(), domains, model_name="vit_tiny_patch16_224.in1k"),
             [Stream(domain, seed=0) for domain in domains],
             {method: {} for method in options.methods.split(",")},
-            model_name="vit_tiny_patch16_224.in1k",
             store=Store(options.runs),
             console=console,
         )
@@ -72,9 +72,9 @@ def photographs(folder: Path) -> Images:
         rows = list(csv.DictReader(file))
     pixels = np.empty((len(rows), SIZE, SIZE, 3), np.uint8)
     for i, row in enumerate(track(rows, description="photographs", console=Console(stderr=True), transient=True)):
-        picture = Image.open(folder / row["file"]).convert("RGB")
-        left, top = ((side - SIZE) // 2 for side in picture.size)
-        pixels[i] = np.asarray(picture.crop((left, top, left + SIZE, top + SIZE)))
+        image = Image.open(folder / row["file"]).convert("RGB")
+        left, top = ((side - SIZE) // 2 for side in image.size)
+        pixels[i] = np.asarray(image.crop((left, top, left + SIZE, top + SIZE)))
     return Images(pixels, np.array([int(row["label"]) for row in rows]), np.arange(len(rows)))
 
 

@@ -24,10 +24,11 @@ from rich.console import Console
 from scipy.stats import qmc
 
 from acclimate.data import bundled
-from acclimate.data.datasets import Corrupted
+from acclimate.data.domains import Corrupted, Domain, Subset
 from acclimate.data.streams import Stream
-from acclimate.evaluation.grid import sweep
+from acclimate.evaluation.grid import Execution, run_grid
 from acclimate.evaluation.store import Store
+from acclimate.evaluation.testbed import open_testbed
 
 ENTROPY = math.log(len(bundled.CLASSES))  # of a uniform prediction
 SPACE: dict[str, Callable[[float], Any]] = {
@@ -91,28 +92,28 @@ def main() -> None:
     console = Console()
     everything = bundled.images()
     points = qmc.Halton(len(SPACE), scramble=True, rng=0).random(options.trials - 1)
-    model, store = bundled.model(), Store(options.runs)
+    store = Store(options.runs)
 
     def score(method: str, trials: list[dict[str, Any]], count: int) -> list[dict[str, float]]:
         """Accuracy by corruption, for each trial."""
-        shown = everything.sample(count, skip=len(everything.labels) - bundled.FOR_TUNING)  # the bench shows others
-        domains = [
-            Corrupted(shown, name, severity, mean=bundled.MEAN, std=bundled.STD, constants=bundled.CONSTANTS)
+        skip = len(everything.labels) - bundled.FOR_TUNING  # the bench shows others
+        shown = [
+            Corrupted(everything, name, severity, mean=bundled.MEAN, std=bundled.STD, constants=bundled.CONSTANTS)
             for name, severity in SEVERITY.items()
         ]
+        domains: list[Domain] = [Subset.sample(domain, count, skip=skip) for domain in shown]
+        testbed = open_testbed(data=domains, tuned=False, model_name="acclimate_bundled", device="cpu")
         distinct = {json.dumps(trial): trial for trial in trials}
-        outcomes = sweep(
-            model,
+        outcomes = run_grid(
+            testbed,
             [Stream(domain, seed=1) for domain in domains],
             [(method, trial) for trial in distinct.values()],
-            model_name="acclimate_bundled",
-            source_statistics=bundled.source(),
             store=store,
-            jobs=options.jobs,
+            execution=Execution(jobs=options.jobs),
             console=console,
         )
         found = {  # one stream after another, and on each all trials
-            key: {outcome.spec.domains[0]: round(outcome.result.top1, 4) for outcome in outcomes[i :: len(distinct)]}
+            key: {str(outcome.spec.domains[0]): round(outcome.result.top1, 4) for outcome in outcomes[i :: len(distinct)]}
             for i, key in enumerate(distinct)
         }
         return [found[json.dumps(trial)] for trial in trials]

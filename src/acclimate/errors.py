@@ -17,7 +17,7 @@ class InputError(AcclimateError, ValueError):
 
 
 class UnreadableError(InputError):
-    """A file that looks like a picture by its name and cannot be decoded."""
+    """A file that looks like an image by its name and cannot be decoded."""
 
 
 class ModelError(AcclimateError, TypeError):

@@ -13,7 +13,7 @@ import torch
 from acclimate.analysis import distance
 from acclimate.analysis.attention import Reach
 from acclimate.analysis.scene import Scene, predicted
-from acclimate.data.datasets import Images
+from acclimate.data.domains import Images
 from acclimate.errors import AcclimateError, ConfigError
 from acclimate.testing.check import SIZES, tiny_vit
 

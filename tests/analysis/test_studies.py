@@ -16,7 +16,7 @@ from acclimate.analysis import studies
 from acclimate.analysis.scene import Scene, _read, predicted
 from acclimate.core.engine import entropy
 from acclimate.core.registry import create
-from acclimate.data.datasets import Images
+from acclimate.data.domains import Images
 from acclimate.errors import ConfigError
 from acclimate.evaluation.cost import Cost
 from acclimate.testing.check import SIZES, tiny_batches, tiny_vit

@@ -11,7 +11,7 @@ from PIL import Image
 from acclimate.analysis import tsne
 from acclimate.analysis.embedding import Separability
 from acclimate.analysis.scene import Scene
-from acclimate.data.datasets import Images
+from acclimate.data.domains import Images
 from acclimate.errors import ConfigError, InputError
 from acclimate.testing.check import SIZES, tiny_vit
 

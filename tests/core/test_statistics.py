@@ -174,13 +174,13 @@ def test_bad_input_is_refused():
 
 def test_command(tmp_path, capsys):
     out = tmp_path / "s.safetensors"
-    assert cli.main(["source-statistics", "--samples", "20", "--batch-size", "8", "--out", str(out)]) == 0
+    assert cli.main(["source-statistics", "--images", "20", "--batch-size", "8", "--out", str(out)]) == 0
     assert "fisher, features, class_tokens; samples 20, batch_size 8, labels given" in capsys.readouterr().out
     model = acclimate.adapt(acclimate.bundled.model(), "eata", source_statistics=out)
     assert all(f.isfinite().all() and f.any() for f in model.method.fisher)
     for wrong, message in (
         (["--data", "imagenet"], "--root"),
-        (["--root", "x"], "at hand"),
+        (["--root", "x"], "leave out root="),
         (["--kinds", "fischer"], "'fisher'"),
         (["--data", "office-home", "--root", str(tmp_path)], "cannot be used"),
     ):
@@ -193,11 +193,11 @@ def test_command_on_a_folder_with_a_part_of_the_classes(tmp_path, capsys):
     from PIL import Image
 
     for wnid in ("n01443537", "n01440764"):
-        (tmp_path / "pictures" / wnid).mkdir(parents=True)
-        Image.new("RGB", (40, 40), "gray").save(tmp_path / "pictures" / wnid / "1.png")
+        (tmp_path / "images" / wnid).mkdir(parents=True)
+        Image.new("RGB", (40, 40), "gray").save(tmp_path / "images" / wnid / "1.png")
     out = tmp_path / "s.safetensors"
     weights = _save_thousand_classes(tmp_path)
-    arguments = ["--model", "test_vit", "--weights", str(weights), "--data", "folder", "--root", str(tmp_path / "pictures")]
+    arguments = ["--model", "test_vit", "--weights", str(weights), "--data", "folder", "--root", str(tmp_path / "images")]
     code = cli.main(["source-statistics", *arguments, "--kinds", "features", "--out", str(out)])
     assert code == 0, capsys.readouterr().err
     counts = SourceStatistics.load(out).of("features")["class_counts"]
@@ -214,7 +214,7 @@ def _save_thousand_classes(folder):
 
 def test_bench_gives_the_statistics_to_methods_that_need_them(tmp_path):
     out = tmp_path / "s.safetensors"
-    assert cli.main(["source-statistics", "--samples", "20", "--batch-size", "8", "--out", str(out)]) == 0
+    assert cli.main(["source-statistics", "--images", "20", "--batch-size", "8", "--out", str(out)]) == 0
     common = dict(methods=["eata", "tent"], corruptions=["fog"], images=12, store=tmp_path / "runs")
     with pytest.raises(ConfigError, match="eata needs"):
         acclimate.bench(bundled.model(), **common)

@@ -14,7 +14,7 @@ import acclimate
 from acclimate.cli import main
 from acclimate.core.registry import create
 from acclimate.data import bundled
-from acclimate.data.datasets import Corrupted
+from acclimate.data.domains import Corrupted, Images, Subset
 from acclimate.data.streams import Stream
 from acclimate.errors import ConfigError, InputError
 
@@ -54,8 +54,8 @@ def test_the_model_can_be_adapted_like_any_other():
 
 
 def test_the_tuned_options_exist_and_were_found_with_the_same_effort():
-    assert {"tent", "sar", "dct", "t3a", "eata", "cotta"} <= set(bundled.tuned())
-    for method, options in bundled.tuned().items():
+    assert {"tent", "sar", "dct", "t3a", "eata", "cotta"} <= set(bundled.tuned_options())
+    for method, options in bundled.tuned_options().items():
         create(method, options)
     outcome = json.loads(bundled.TUNED.read_text())
     assert {len(trials) for trials in outcome["trials"].values()} == {outcome["trials_each"]}
@@ -79,28 +79,31 @@ def test_the_statistics_are_of_this_model():
 
 
 def test_a_sample_is_drawn_once_for_all():
-    images = bundled.images()
-    few = images.sample(50)
-    assert len(few.labels) == 50 == len(np.unique(few.pixels, axis=0))
-    assert np.array_equal(few.pixels, images.sample(50).pixels)
-    assert np.array_equal(few.pixels, images.pixels[few.numbers])
+    images = Corrupted(bundled.images(), **NORMALISED)
+    few = Subset.sample(images, 50)
+    assert len(few.labels) == 50 == len(np.unique(few.chosen))
+    assert np.array_equal(few.chosen, Subset.sample(images, 50).chosen)
+    assert torch.equal(few.load(np.arange(50)), images.load(few.chosen))
     most = len(images.labels) - bundled.FOR_TUNING
-    shown, tuned_on = images.sample(most), images.sample(bundled.FOR_TUNING, skip=most)
-    assert not set(shown.numbers) & set(tuned_on.numbers)
-    for count in (0, 10_001):
-        with pytest.raises(InputError, match="10000"):
-            images.sample(count)
+    shown, tuned_on = Subset.sample(images, most), Subset.sample(images, bundled.FOR_TUNING, skip=most)
+    assert not set(shown.chosen) & set(tuned_on.chosen)
+    with pytest.raises(InputError, match="10000"):
+        Subset.sample(images, 10_001)
+    with pytest.raises(ConfigError, match="images=0"):
+        Subset.sample(images, 0)
+
+
+def first(count):
+    return Images(*(array[:count] for array in bundled.images()))
 
 
 def test_corrupted_images_do_not_depend_on_who_asks():
-    images = bundled.images().sample(20)
+    images = first(20)
     noisy = Corrupted(images, "gaussian_noise", 3, **NORMALISED)
     some = noisy.load(np.array([7, 3]))
     assert torch.equal(some, Corrupted(images, "gaussian_noise", 3, **NORMALISED).load(np.arange(20))[[7, 3]])
-    assert noisy.identity["corruption"]["constants"] == "cifar-10-c"
-    more = bundled.images().sample(40)
-    place = more.numbers.tolist().index(images.numbers[7])
-    assert torch.equal(some[0], Corrupted(more, "gaussian_noise", 3, **NORMALISED).load(np.array([place]))[0])
+    assert noisy.corruption.constants == "cifar-10-c"
+    assert torch.equal(some[0], Corrupted(first(40), "gaussian_noise", 3, **NORMALISED).load(np.array([7]))[0])
     stream = Stream(noisy, batch_size=6)
     with_workers = Stream(noisy, batch_size=6, workers=2)
     assert all(torch.equal(a.images, b.images) for a, b in zip(stream, with_workers))
@@ -109,7 +112,7 @@ def test_corrupted_images_do_not_depend_on_who_asks():
 
 
 def test_a_domain_that_cannot_be_is_refused():
-    images = bundled.images().sample(4)
+    images = first(4)
     with pytest.raises(InputError, match="4 images have 3 labels"):
         Corrupted(images._replace(labels=images.labels[:3]), **NORMALISED)
     with pytest.raises(InputError, match="severity=None"):
@@ -174,7 +177,7 @@ def test_bench_knows_every_setting(setting, tmp_path, capsys):
         (["--methods", "source,tend"], "Did you mean 'tent'"),
         (["--setting", "norml"], "Unknown setting"),
         (["--seeds", "a"], "--seeds a"),
-        (["--images", "0"], "0 images"),
+        (["--images", "0"], "images=0"),
         (["--setting", "gradual", "--severity", "3"], "gradual"),
         (["--batch-size", "0"], "batch_size=0"),
     ],
@@ -200,5 +203,8 @@ def test_the_prompts_are_of_this_model():
     assert prompts.about["samples"] + prompts.about["held_out"] == 6000 and bundled.PROMPTS.stat().st_size < 1.5e6
     model = acclimate.adapt(bundled.model(), "dept-g", source_statistics=prompts)
     assert model.method.learned.sizes.prompts == 8
-    assert [s.kinds for s in bundled.source(["prompts"])] == [["prompts"]] and bundled.source([]) == []
-    assert [s.kinds for s in bundled.source(["prompts", "fisher"])] == [["class_tokens", "features", "fisher"], ["prompts"]]
+    assert [s.kinds for s in bundled.source_statistics(["prompts"])] == [["prompts"]] and bundled.source_statistics([]) == []
+    assert [s.kinds for s in bundled.source_statistics(["prompts", "fisher"])] == [
+        ["class_tokens", "features", "fisher"],
+        ["prompts"],
+    ]

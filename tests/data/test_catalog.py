@@ -20,10 +20,11 @@ from torchvision import datasets, transforms
 
 from acclimate import cli
 from acclimate.data import layouts
-from acclimate.data.catalog import check_data, open_data
+from acclimate.data.catalog import Selection, check_data, open_data
 from acclimate.data.corruptions import CORRUPTIONS, Corruption, corrupt
-from acclimate.data.disk import Arrays, Files, Input, Preprocess, input_of
+from acclimate.data.disk import Arrays, Files
 from acclimate.data.layouts import LAYOUTS, synsets
+from acclimate.data.preprocess import Input, Preprocess, input_of
 from acclimate.data.streams import SAR_DIGESTS, Stream
 from acclimate.errors import ConfigError, InputError, ModelError, UnreadableError
 from acclimate.testing.check import tiny_vit
@@ -44,7 +45,7 @@ def noise(height=8, width=8, seed=0):
 
 
 def write(root, *paths, size=(8, 8)):
-    """Pictures, no two alike; PNG whatever their name, so that they are read as they were written."""
+    """Images, no two alike; PNG whatever their name, so that they are read as they were written."""
     for path in paths:
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(noise(*size, seed=sum(map(ord, path)))).save(root / path, "PNG")
@@ -56,7 +57,7 @@ def pixels(path):
 
 
 def shown(domain, index):
-    """One picture of a domain as pixels again."""
+    """One image of a domain as pixels again."""
     values = domain.load(np.array([index]))[0].permute(1, 2, 0).numpy()
     return np.rint((values * STD + MEAN) * 255).astype(np.uint8)
 
@@ -83,7 +84,7 @@ def test_preprocessing_is_torchvisions(tmp_path, resize, crop, size):
     assert torch.equal(loaded[0], expected(Image.open(tmp_path / "a.png")))
 
 
-def test_every_kind_of_picture_is_read_as_imagefolder_reads_it(tmp_path):
+def test_every_kind_of_image_is_read_as_imagefolder_reads_it(tmp_path):
     rgb = Image.fromarray(noise(30, 40))
     exif = Image.Exif()
     exif[0x0112] = 6  # taken with the camera on its side
@@ -133,7 +134,7 @@ def test_a_layouts_preprocessing():
 def test_normalisation_is_never_assumed(family):
     pytest.importorskip({"hf": "transformers"}.get(family, family))
     model = tiny_vit(family)  # the timm one was not made by create_model: it has no configuration
-    with pytest.raises(ConfigError, match=r"does not say how its pictures are normalised: give mean= and std="):
+    with pytest.raises(ConfigError, match=r"does not say how its images are normalised: give mean= and std="):
         input_of(model)
     with pytest.raises(ConfigError, match="give both, or neither"):
         input_of(model, mean=MEAN)
@@ -168,19 +169,19 @@ def test_models_that_cannot_be_prepared_for():
         input_of(vit(size=(32, 48)))
 
 
-# Picture files
+# Image files
 
 
-def test_a_picture_too_small_is_no_frame_of_black(photos):
+def test_a_image_too_small_is_no_frame_of_black(photos):
     domain = Files(photos, ["cat/a.png"], [0], Preprocess(None, 224, MEAN, STD))
     with pytest.raises(InputError, match=r"cat/a.png: it has 50 x 40 pixels, too few to cut out 224 x 224"):
         domain.load(np.array([0]))
 
 
-def test_damaged_pictures_are_named(photos):
+def test_damaged_images_are_named(photos):
     (photos / "cat/b.png").write_bytes((photos / "cat/b.png").read_bytes()[:200])
     (domain,) = open_data("folder", photos, vit(3)).domains
-    with pytest.raises(UnreadableError, match=r"cat/b.png cannot be read as a picture"):
+    with pytest.raises(UnreadableError, match=r"cat/b.png cannot be read as an image"):
         domain.load(np.array([0, 1]))
     (photos / "dog/a.png").unlink()
     with pytest.raises(UnreadableError, match=r"dog/a.png"):
@@ -189,7 +190,7 @@ def test_damaged_pictures_are_named(photos):
         _ = domain.identity
 
 
-def test_pictures_of_several_sizes_need_a_crop(photos):
+def test_images_of_several_sizes_need_a_crop(photos):
     write(photos, "emu/y.png", size=(20, 20))
     (domain,) = open_data("folder", photos, Preprocess(None, None, MEAN, STD)).domains
     with pytest.raises(InputError, match="several sizes"):
@@ -197,24 +198,24 @@ def test_pictures_of_several_sizes_need_a_crop(photos):
 
 
 def test_files_that_do_not_fit():
-    with pytest.raises(InputError, match="2 pictures have 1 labels"):
+    with pytest.raises(InputError, match="2 images have 1 labels"):
         Files(".", ["a", "b"], [0], AS_IT_IS)
-    with pytest.raises(InputError, match="no pictures"):
+    with pytest.raises(InputError, match="no images"):
         Files(".", [], [], AS_IT_IS)
 
 
 def test_identity(photos, tmp_path):
     def identity(root=photos, model=AS_IT_IS, **options):
-        return open_data("folder", root, model, **options).domains[0].identity
+        return open_data("folder", root, model, Selection(**options)).domains[0].identity
 
     mine = identity()
-    assert json.loads(json.dumps(mine)) == mine and mine["count"] == 5
+    assert isinstance(mine, str)
     shutil.copytree(photos, tmp_path / "another machine")
     assert identity(tmp_path / "another machine") == mine
     assert identity(model=replace(AS_IT_IS, crop=7)) != mine
     assert identity(model=replace(AS_IT_IS, mean=(0, 0, 0))) != mine
     fog = [identity(corruptions=["fog"], severities=[s], seed=seed) for s in (1, 2) for seed in (0, 1)]
-    assert len({json.dumps(one) for one in [mine, *fog]}) == 5
+    assert len({mine, *fog}) == 5
     paths = ["cat/a.png", "cat/b.png", "dog/a.png", "dog/sub/c.png", "emu/z.jpg"]
     same, other = (Files(photos, paths, labels, AS_IT_IS, name="folder") for labels in ([0, 0, 1, 1, 2], [0, 0, 1, 1, 1]))
     assert same.identity == mine != other.identity
@@ -225,17 +226,18 @@ def test_identity(photos, tmp_path):
     assert identity() not in (mine, changed)
 
 
-def test_identity_opens_no_picture(photos, monkeypatch):
+def test_identity_opens_no_image(photos, monkeypatch):
     (domain,) = open_data("folder", photos, AS_IT_IS).domains
     monkeypatch.setattr(Image, "open", None)
-    assert domain.identity["count"] == 5
+    assert domain.identity
 
 
 def test_identity_knows_the_ice(photos, tmp_path):
     write(tmp_path, "ice/frost1.png", size=(60, 60))
 
     def identity(name="frost", ice=None):
-        return open_data("folder", photos, AS_IT_IS, corruptions=[name], frost=ice).domains[0].identity["corruption"]
+        chosen = Selection(corruptions=[name], frost=ice)
+        return open_data("folder", photos, AS_IT_IS, chosen).domains[0].corruption.description()
 
     assert identity()["frost"] == "procedural" and identity("fog")["frost"] is None
     before = identity(ice=tmp_path / "ice")
@@ -245,7 +247,7 @@ def test_identity_knows_the_ice(photos, tmp_path):
 
 
 def test_pickling_is_cheap(photos):
-    (domain,) = open_data("folder", photos, vit(3), corruptions=["snow"]).domains
+    (domain,) = open_data("folder", photos, vit(3), Selection(corruptions=["snow"])).domains
     again = pickle.loads(pickle.dumps(domain))
     assert torch.equal(again.load(np.arange(5)), domain.load(np.arange(5)))
     assert again.identity == domain.identity
@@ -254,7 +256,7 @@ def test_pickling_is_cheap(photos):
 
 
 def test_workers_change_nothing(photos):
-    domains = open_data("folder", photos, vit(3), corruptions=["fog", "snow", "gaussian_noise"]).domains
+    domains = open_data("folder", photos, vit(3), Selection(corruptions=["fog", "snow", "gaussian_noise"])).domains
     streams = [Stream(domains, "mixed", batch_size=4, workers=workers) for workers in (0, 2)]
     for one, other in zip(*streams, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other))
@@ -264,10 +266,10 @@ def test_workers_change_nothing(photos):
 
 
 def test_corruptions_are_made_after_the_crop_and_by_the_place_in_the_sorted_list(photos):
-    domains = open_data("folder", photos, vit(3), corruptions=["gaussian_noise", "fog"], severities=[2, 3], seed=4).domains
-    assert [(domain.name, domain.severity) for domain in domains] == [
-        (n, s) for n in ("gaussian_noise", "fog") for s in (2, 3)
-    ]
+    domains = open_data(
+        "folder", photos, vit(3), Selection(corruptions=["gaussian_noise", "fog"], severities=[2, 3], seed=4)
+    ).domains
+    assert [domain.key for domain in domains] == [(n, s) for n in ("gaussian_noise", "fog") for s in (2, 3)]
     crop = transforms.Compose([transforms.Resize(35), transforms.CenterCrop(32)])
     clean = [np.asarray(crop(Image.open(photos / p))) for p in ("cat/a.png", "cat/b.png", "dog/a.png", "dog/sub/c.png")]
     for i in (3, 1):
@@ -282,12 +284,12 @@ def test_corruptions_are_made_after_the_crop_and_by_the_place_in_the_sorted_list
 
 def test_constants_of_a_corruption(photos):
     domains = [
-        open_data("folder", photos, vit(3), corruptions=["fog"], constants=constants).domains[0]
+        open_data("folder", photos, vit(3), Selection(corruptions=["fog"], constants=constants)).domains[0]
         for constants in (None, "cifar-10-c", "imagenet-c")
     ]
     mild, same, strong = (domain.load(np.arange(5)) for domain in domains)
     assert torch.equal(mild, same) and not torch.equal(mild, strong)
-    assert Corruption("fog", 1).identity["constants"] == "by size"
+    assert Corruption("fog", 1).description()["constants"] == "by size"
 
 
 # Labels
@@ -297,15 +299,17 @@ def test_imagenet_c(tmp_path):
     few = [WNIDS[i] for i in (0, 7, 999)]
     for name in ("fog", "blur/zoom_blur"):  # the archives may be unpacked into folders of their own
         write(tmp_path, *(f"{name}/{s}/{wnid}/ILSVRC2012_val_{k}.JPEG" for s in (3, 5) for wnid in few for k in (2, 1)))
-    data = open_data("imagenet-c", tmp_path, vit(), corruptions=["zoom_blur", "fog"], severities=[5, 3], partial=True)
-    assert [(d.name, d.severity) for d in data.domains] == [("zoom_blur", 5), ("zoom_blur", 3), ("fog", 5), ("fog", 3)]
+    data = open_data(
+        "imagenet-c", tmp_path, vit(), Selection(corruptions=["zoom_blur", "fog"], severities=[5, 3], partial=True)
+    )
+    assert [d.key for d in data.domains] == [("zoom_blur", 5), ("zoom_blur", 3), ("fog", 5), ("fog", 3)]
     assert data.domains[0].labels.tolist() == [0, 0, 7, 7, 999, 999]  # by the list of all, not by the folders that are there
     assert data.domains[0].path(2) == str(tmp_path / "blur/zoom_blur/5" / WNIDS[7] / "ILSVRC2012_val_1.JPEG")
     assert (data.classes, data.num_classes, data.unknown) == (None, 1000, None)
-    assert repr(data) == "<Data imagenet-c: zoom_blur/5, zoom_blur/3, fog/5, fog/3; 24 pictures; 1000 classes>"
+    assert repr(data) == "<Data imagenet-c: zoom_blur/5, zoom_blur/3, fog/5, fog/3; 24 images; 1000 classes>"
     assert data.domains[0].load(np.array([0])).shape == (1, 3, 32, 32)  # resized for this model
-    # and left alone for one of the size of the pictures
-    (domain,) = open_data("imagenet-c", tmp_path, AS_IT_IS, corruptions=["fog"], partial=True).domains
+    # and left alone for one of the size of the images
+    (domain,) = open_data("imagenet-c", tmp_path, AS_IT_IS, Selection(corruptions=["fog"], partial=True)).domains
     assert np.array_equal(shown(domain, 5), pixels(domain.path(5)))
 
 
@@ -313,52 +317,52 @@ def test_imagenet_c(tmp_path):
 def whole(tmp_path_factory):
     """All of ImageNet-C's fog/5, each file the same one."""
     root = tmp_path_factory.mktemp("whole")
-    write(root, "picture")
+    write(root, "image")
     for label, wnid in enumerate(WNIDS):
         (root / "fog/5" / wnid).mkdir(parents=True)
         for k in range(50):
-            os.link(root / "picture", root / "fog/5" / wnid / f"ILSVRC2012_val_{50 * label + k:08}.JPEG")
+            os.link(root / "image", root / "fog/5" / wnid / f"ILSVRC2012_val_{50 * label + k:08}.JPEG")
     return root
 
 
 def test_a_whole_imagenet_c_has_the_authors_order(whole):
-    (domain,) = open_data("imagenet-c", whole, AS_IT_IS, corruptions=["fog"]).domains
+    (domain,) = open_data("imagenet-c", whole, AS_IT_IS, Selection(corruptions=["fog"])).domains
     assert np.array_equal(domain.labels, np.repeat(np.arange(1000), 50))
     assert SAR_DIGESTS[Stream(domain, "label-shift", seed=2022).digest] == 2022
-    assert domain.identity["count"] == 50_000
+    assert len(domain.labels) == 50_000
 
 
-def test_one_picture_less_is_noticed(whole):
+def test_one_image_less_is_noticed(whole):
     gone = whole / "fog/5" / WNIDS[3] / "ILSVRC2012_val_00000170.JPEG"
     gone.unlink()
     try:
-        with pytest.raises(InputError, match=rf"1 classes do not have 50 pictures \({WNIDS[3]} 49\).*partial=True"):
-            open_data("imagenet-c", whole, AS_IT_IS, corruptions=["fog"])
-        (domain,) = open_data("imagenet-c", whole, AS_IT_IS, corruptions=["fog"], partial=True).domains
+        with pytest.raises(InputError, match=rf"1 classes do not have 50 images \({WNIDS[3]} 49\).*partial=True"):
+            open_data("imagenet-c", whole, AS_IT_IS, Selection(corruptions=["fog"]))
+        (domain,) = open_data("imagenet-c", whole, AS_IT_IS, Selection(corruptions=["fog"], partial=True)).domains
         assert len(domain.labels) == 49_999
     finally:
-        os.link(whole / "picture", gone)
+        os.link(whole / "image", gone)
 
 
 @pytest.mark.parametrize("name", ["imagenet-r", "imagenet-a"])
 def test_a_part_of_imagenets_classes(tmp_path, name):
     wnids = synsets(name.replace("-", "_"))
     write(tmp_path, *(f"{wnids[i]}/x.jpg" for i in (0, 3, 199)))
-    data = open_data(name, tmp_path, vit(), partial=True)
+    data = open_data(name, tmp_path, vit(), Selection(partial=True))
     assert data.domains[0].labels.tolist() == [0, 3, 199]
     assert len(data.classes) == data.num_classes == 200 and data.classes == sorted(data.classes)
     assert [WNIDS[data.classes[i]] for i in (0, 3, 199)] == [wnids[i] for i in (0, 3, 199)]
-    assert [domain.name for domain in data.domains] == [name]
+    assert [domain.key.name for domain in data.domains] == [name]
     assert "200 classes, a part of the model's" in repr(data)
-    assert open_data(name, tmp_path, vit(200), partial=True).classes is None
-    assert open_data(name, tmp_path, AS_IT_IS, partial=True).classes == data.classes
+    assert open_data(name, tmp_path, vit(200), Selection(partial=True)).classes is None
+    assert open_data(name, tmp_path, AS_IT_IS, Selection(partial=True)).classes == data.classes
     with pytest.raises(ConfigError, match=f"head of the model has 10 classes, and {name} has 200"):
-        open_data(name, tmp_path, vit(10), partial=True)
+        open_data(name, tmp_path, vit(10), Selection(partial=True))
 
 
 def test_numbered_folders_are_sorted_by_number(tmp_path):
     write(tmp_path, *(f"{i}/x.jpeg" for i in (10, 2, 999, 0)))
-    data = open_data("imagenet-v2", tmp_path, vit(), partial=True)
+    data = open_data("imagenet-v2", tmp_path, vit(), Selection(partial=True))
     assert data.domains[0].labels.tolist() == [0, 2, 10, 999]
     assert [os.path.basename(os.path.dirname(data.domains[0].path(i))) for i in range(4)] == ["0", "2", "10", "999"]
     assert data.classes is None and data.num_classes == 1000
@@ -367,10 +371,10 @@ def test_numbered_folders_are_sorted_by_number(tmp_path):
 @pytest.mark.parametrize(("name", "below"), [("imagenet", ""), ("imagenet", "val/"), ("imagenet-sketch", "")])
 def test_imagenet_and_sketches(tmp_path, name, below):
     write(tmp_path, f"{below}{WNIDS[5]}/x.JPEG", f"{below}{WNIDS[2]}/x.JPEG")
-    data = open_data(name, tmp_path, vit(), partial=True)
-    assert data.domains[0].labels.tolist() == [2, 5] and data.domains[0].name == name
-    corrupted = open_data(name, tmp_path, vit(), partial=True, corruptions=["fog", "snow"])
-    assert [(d.name, d.severity) for d in corrupted.domains] == [("fog", 5), ("snow", 5)]
+    data = open_data(name, tmp_path, vit(), Selection(partial=True))
+    assert data.domains[0].labels.tolist() == [2, 5] and data.domains[0].key.name == name
+    corrupted = open_data(name, tmp_path, vit(), Selection(partial=True, corruptions=["fog", "snow"]))
+    assert [d.key for d in corrupted.domains] == [("fog", 5), ("snow", 5)]
 
 
 def test_complete_data_need_no_permission(tmp_path, monkeypatch):
@@ -398,28 +402,35 @@ def test_visda(tmp_path):
     assert domain.labels.tolist() == [7, 999] and (data.num_classes, data.unknown, data.classes) == (1000, 1000, None)
     squash = transforms.Compose([transforms.Resize((36, 36)), transforms.CenterCrop(32)])
     assert np.array_equal(shown(domain, 1), np.asarray(squash(Image.open(tmp_path / "val_data/a b.JPEG"))))
-    assert open_data("visda-2021", tmp_path, model, file_list="open.txt").domains[0].labels.tolist() == [1000, 1000, 3]
-    assert open_data("visda-2021", tmp_path, model, file_list=tmp_path / "open.txt").domains[0].identity != domain.identity
+    assert open_data("visda-2021", tmp_path, model, Selection(file_list="open.txt")).domains[0].labels.tolist() == [
+        1000,
+        1000,
+        3,
+    ]
+    assert (
+        open_data("visda-2021", tmp_path, model, Selection(file_list=tmp_path / "open.txt")).domains[0].identity
+        != domain.identity
+    )
 
 
 def test_visda_lists_that_do_not_fit(tmp_path):
     write(tmp_path, "a.JPEG")
     for text, message in (
-        ("a.JPEG 1\nb.JPEG 2\n", r"1 of the 2 pictures in .*list.txt are not there \(b.JPEG\).*partial=True"),
+        ("a.JPEG 1\nb.JPEG 2\n", r"1 of the 2 images in .*list.txt are not there \(b.JPEG\).*partial=True"),
         ("a.JPEG one\n", r"has the line 'a.JPEG one': expected a path from"),
         (f"{tmp_path}/a.JPEG 1\n", "expected a path from"),
         ("../a.JPEG 1\n", "expected a path from"),
         ("a.JPEG -1\n", "expected a path from"),
-        ("", "0 of the 0 pictures"),
+        ("", "0 of the 0 images"),
     ):
         (tmp_path / "list.txt").write_text(text)
         with pytest.raises(InputError, match=message):
-            open_data("visda-2021", tmp_path, AS_IT_IS, file_list="list.txt")
+            open_data("visda-2021", tmp_path, AS_IT_IS, Selection(file_list="list.txt"))
     (tmp_path / "list.txt").write_text("a.JPEG 1\nb.JPEG 2\n")
-    (domain,) = open_data("visda-2021", tmp_path, AS_IT_IS, file_list="list.txt", partial=True).domains
+    (domain,) = open_data("visda-2021", tmp_path, AS_IT_IS, Selection(file_list="list.txt", partial=True)).domains
     assert domain.labels.tolist() == [1]
     with pytest.raises(InputError, match=r"lists.txt is missing. Did you mean 'list.txt'\?.*given with file_list="):
-        open_data("visda-2021", tmp_path, AS_IT_IS, file_list="lists.txt")
+        open_data("visda-2021", tmp_path, AS_IT_IS, Selection(file_list="lists.txt"))
 
 
 @pytest.mark.parametrize("spelling", ["Real World", "Real_World", "RealWorld"])
@@ -427,19 +438,19 @@ def test_office_home(tmp_path, spelling):
     things = ("TV", "Table", "Alarm_Clock")  # sorted as ImageFolder does: capitals first
     for domain in ("Art", "Clipart", "Product", spelling):
         write(tmp_path, *(f"{domain}/{thing}/00001.jpg" for thing in things if (domain, thing) != ("Art", "TV")))
-    data = open_data("office-home", tmp_path, vit(3), partial=True)
+    data = open_data("office-home", tmp_path, vit(3), Selection(partial=True))
     assert data.class_names == ["Alarm_Clock", "TV", "Table"]
-    assert [domain.name for domain in data.domains] == ["Art", "Clipart", "Product", "Real World"]
+    assert [domain.key.name for domain in data.domains] == ["Art", "Clipart", "Product", "Real World"]
     assert data.domains[0].labels.tolist() == [0, 2] and data.domains[3].labels.tolist() == [0, 1, 2]
-    pairs = [(source.name, target.name) for source, target in data.pairs()]
+    pairs = [(source.key.name, target.key.name) for source, target in data.pairs()]
     assert len(pairs) == 12 and pairs[:4] == [
         ("Art", "Clipart"),
         ("Art", "Product"),
         ("Art", "Real World"),
         ("Clipart", "Art"),
     ]
-    two = open_data("office-home", tmp_path, vit(3), domains=["Real World", "Art"], partial=True)
-    assert [domain.name for domain in two.domains] == ["Real World", "Art"]
+    two = open_data("office-home", tmp_path, vit(3), Selection(domains=["Real World", "Art"], partial=True))
+    assert [domain.key.name for domain in two.domains] == ["Real World", "Art"]
     with pytest.raises(InputError, match="3 classes instead of 65"):
         open_data("office-home", tmp_path, vit(3))
 
@@ -455,9 +466,9 @@ def test_a_folder_of_any_classes(photos):
     ):
         open_data("folder", photos, vit())
     (photos / "eel").mkdir()
-    with pytest.raises(InputError, match=r"1 of 4 classes have no pictures \(eel\)"):
+    with pytest.raises(InputError, match=r"1 of 4 classes have no images \(eel\)"):
         open_data("folder", photos, vit(4))
-    assert open_data("folder", photos, vit(4), partial=True).domains[0].labels.tolist() == [0, 0, 1, 1, 3]
+    assert open_data("folder", photos, vit(4), Selection(partial=True)).domains[0].labels.tolist() == [0, 0, 1, 1, 3]
 
 
 def test_a_folder_of_imagenets_classes(tmp_path):
@@ -481,24 +492,24 @@ def cifar(tmp_path):
 
 
 def test_cifar(cifar):
-    data = open_data("cifar-10-c", cifar, vit(10), severities=[1, 5], partial=True)
-    assert [(d.name, d.severity) for d in data.domains] == [(name, s) for name in CORRUPTIONS for s in (1, 5)]
-    assert "gaussian_noise/1 ... jpeg_compression/5 (30 domains); 120 pictures; 10 classes" in repr(data)
+    data = open_data("cifar-10-c", cifar, vit(10), Selection(severities=[1, 5], partial=True))
+    assert [d.key for d in data.domains] == [(name, s) for name in CORRUPTIONS for s in (1, 5)]
+    assert "gaussian_noise/1 ... jpeg_compression/5 (30 domains); 120 images; 10 classes" in repr(data)
     stored = np.load(cifar / "shot_noise.npy")
     for domain, start in ((data.domains[2], 0), (data.domains[3], 16)):
         assert domain.labels.tolist() == [3, 9, 0, 1]
         assert np.array_equal(shown(domain, 2), stored[start + 2])
     one = data.domains[3].load(np.array([2, 0, 2]))
     assert one.shape == (3, 3, 32, 32) and torch.equal(one[0], one[2])
-    large = open_data("cifar-10-c", cifar, vit(10, size=48), partial=True).domains[1]
+    large = open_data("cifar-10-c", cifar, vit(10, size=48), Selection(partial=True)).domains[1]
     expected = Image.fromarray(stored[17]).resize((48, 48), Image.Resampling.BILINEAR)
     assert np.array_equal(shown(large, 1), np.asarray(expected))
     with pytest.raises(ConfigError, match="head of the model has 7 classes, and cifar-10-c has 10"):
-        open_data("cifar-10-c", cifar, vit(7), partial=True)
+        open_data("cifar-10-c", cifar, vit(7), Selection(partial=True))
 
 
 def test_an_array_is_never_read_whole(cifar):
-    domain = open_data("cifar-10-c", cifar, vit(10), partial=True).domains[1]
+    domain = open_data("cifar-10-c", cifar, vit(10), Selection(partial=True)).domains[1]
     assert isinstance(domain._array, np.memmap)
     assert len(pickle.dumps(domain)) < 2000  # not the array
     again = pickle.loads(pickle.dumps(domain))
@@ -509,11 +520,11 @@ def test_an_array_is_never_read_whole(cifar):
 
 def test_the_identity_of_arrays(cifar, tmp_path):
     def identities(root):
-        data = open_data("cifar-10-c", root, vit(10), severities=[4, 5], partial=True)
+        data = open_data("cifar-10-c", root, vit(10), Selection(severities=[4, 5], partial=True))
         return [domain.identity for domain in data.domains]
 
     mine = identities(cifar)
-    assert json.loads(json.dumps(mine)) == mine and len({one["array"] for one in mine}) == 30
+    assert len(set(mine)) == 30
     shutil.copytree(cifar, tmp_path / "elsewhere")
     assert identities(tmp_path / "elsewhere") == mine
     stored = np.load(cifar / "fog.npy")
@@ -528,11 +539,11 @@ def test_the_identity_of_arrays(cifar, tmp_path):
 def test_arrays_that_do_not_fit(cifar):
     def refuses(message, name="cifar-10-c"):
         with pytest.raises(InputError, match=message):
-            open_data(name, cifar, AS_IT_IS, corruptions=["fog"], partial=True)
+            open_data(name, cifar, AS_IT_IS, Selection(corruptions=["fog"], partial=True))
 
-    with pytest.raises(InputError, match=r"4 pictures of each severity instead of 10000.*partial=True"):
-        open_data("cifar-10-c", cifar, AS_IT_IS, corruptions=["fog"])
-    with pytest.raises(InputError, match="20 pictures: too few for 4 from 18"):
+    with pytest.raises(InputError, match=r"4 images of each severity instead of 10000.*partial=True"):
+        open_data("cifar-10-c", cifar, AS_IT_IS, Selection(corruptions=["fog"]))
+    with pytest.raises(InputError, match="20 images: too few for 4 from 18"):
         Arrays(cifar / "fog.npy", [0] * 4, AS_IT_IS, name="fog", start=18)
     whole = (cifar / "fog.npy").read_bytes()
     (cifar / "fog.npy").write_bytes(whole[: len(whole) // 2])
@@ -540,7 +551,7 @@ def test_arrays_that_do_not_fit(cifar):
     np.save(cifar / "fog.npy", np.zeros((20, 32, 32, 3)))
     refuses(r"fog.npy is float64 \(20, 32, 32, 3\): expected uint8")
     np.save(cifar / "fog.npy", np.zeros((21, 32, 32, 3), np.uint8))
-    refuses(r"fog.npy has 21 pictures, and labels.npy is uint8 \(20,\)")
+    refuses(r"fog.npy has 21 images, and labels.npy is uint8 \(20,\)")
     (cifar / "fog.npy").rename(cifar / "foq.npy")
     refuses(r"fog.npy is missing. Did you mean 'foq.npy'\?")
     (cifar / "fog.npy").write_bytes(whole)
@@ -563,9 +574,9 @@ def test_what_is_missing_is_said(tmp_path):
     with pytest.raises(InputError, match=r"There is no folder .*imageNet-c \(Did you mean 'ImageNet-C'\?\)\. Expected"):
         open_data("imagenet-c", tmp_path / "imageNet-c", AS_IT_IS)
     with pytest.raises(InputError, match=r"fog is missing. Did you mean 'fogg'\? Found there: fogg, snow"):
-        open_data("imagenet-c", root, AS_IT_IS, corruptions=["fog"], partial=True)
+        open_data("imagenet-c", root, AS_IT_IS, Selection(corruptions=["fog"], partial=True))
     with pytest.raises(InputError, match=r"snow/5 is missing\. Found there: 1\."):
-        open_data("imagenet-c", root, AS_IT_IS, corruptions=["snow"], partial=True)
+        open_data("imagenet-c", root, AS_IT_IS, Selection(corruptions=["snow"], partial=True))
     with pytest.raises(InputError, match=r"gaussian_noise/5: .*; and 10 more\. Expected"):
         open_data("imagenet-c", root, AS_IT_IS)
 
@@ -574,23 +585,23 @@ def test_misnamed_classes_are_said(tmp_path):
     write(tmp_path, f"{WNIDS[0]}/x.jpeg", f"{WNIDS[1]}x/x.jpeg")
     with pytest.raises(InputError) as caught:
         open_data("imagenet", tmp_path, AS_IT_IS)
-    assert f"999 of 1000 classes have no pictures ({WNIDS[1]}," in str(caught.value)
+    assert f"999 of 1000 classes have no images ({WNIDS[1]}," in str(caught.value)
     assert f"1 folders are none of its classes ('{WNIDS[1]}x' Did you mean {WNIDS[1]!r}?)" in str(caught.value)
     assert "image-net.org after registration" in str(caught.value)
     write(tmp_path / "v2", "10/x.jpeg")
-    with pytest.raises(InputError, match=r"no pictures in folders like n01440764, n01443537\. Found there: 10\."):
-        open_data("imagenet", tmp_path / "v2", AS_IT_IS, partial=True)
+    with pytest.raises(InputError, match=r"no images in folders like n01440764, n01443537\. Found there: 10\."):
+        open_data("imagenet", tmp_path / "v2", AS_IT_IS, Selection(partial=True))
 
 
-def test_unsorted_pictures(tmp_path):
+def test_unsorted_images(tmp_path):
     write(tmp_path / "val", "ILSVRC2012_val_00000001.JPEG", "ILSVRC2012_val_00000002.JPEG")
-    with pytest.raises(InputError, match=r"2 pictures unsorted in one folder.*torchvision.datasets.ImageNet"):
-        open_data("imagenet", tmp_path, AS_IT_IS, partial=True)
+    with pytest.raises(InputError, match=r"2 images unsorted in one folder.*torchvision.datasets.ImageNet"):
+        open_data("imagenet", tmp_path, AS_IT_IS, Selection(partial=True))
     write(tmp_path / "flat", "a.png")
-    with pytest.raises(InputError, match="1 pictures in no folder: each class needs one"):
+    with pytest.raises(InputError, match="1 images in no folder: each class needs one"):
         open_data("folder", tmp_path / "flat", AS_IT_IS)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"no pictures in folders of classes\. Found there: nothing"):
+    with pytest.raises(InputError, match=r"no images in folders of classes\. Found there: nothing"):
         open_data("folder", tmp_path / "empty", AS_IT_IS)
 
 
@@ -614,8 +625,10 @@ def test_unsorted_pictures(tmp_path):
     ],
 )
 def test_wrong_options(tmp_path, name, options, message):
+    options = dict(options)
     with pytest.raises(ConfigError, match=message):
-        open_data(name, tmp_path, AS_IT_IS, **options)
+        normalised = {key: options.pop(key) for key in ("mean", "std") if key in options}
+        open_data(name, tmp_path, AS_IT_IS, Selection(**options), **normalised)
 
 
 # The check, and the command
@@ -626,7 +639,7 @@ def test_check(whole):
     assert report.usable and not report.absent and len(report.rows[0].labels) == report.rows[0].expected == 50_000
     report = check_data("imagenet-c", whole)
     assert not report.usable and len(report.problems) == 14 and len(report.absent) == 19 * 5 - 15
-    assert [row.title for row in report.rows] == [f"{name}/5" for name in CORRUPTIONS]
+    assert [str(row.key) for row in report.rows] == [f"{name}/5" for name in CORRUPTIONS]
 
 
 def test_check_looks_at_what_nobody_asked_for_if_it_is_there(tmp_path):
@@ -637,8 +650,8 @@ def test_check_looks_at_what_nobody_asked_for_if_it_is_there(tmp_path):
         f"spatter/1/{WNIDS[0]}/x.JPEG",
     )
     report = check_data("imagenet-c", tmp_path)
-    assert len(report.rows) == 17 and {"fog/2", "spatter/1"} < {row.title for row in report.rows}
-    assert not report.usable and any("999 of 1000 classes have no pictures" in problem for problem in report.problems)
+    assert len(report.rows) == 17 and {"fog/2", "spatter/1"} < {str(row.key) for row in report.rows}
+    assert not report.usable and any("999 of 1000 classes have no images" in problem for problem in report.problems)
 
 
 def test_check_never_raises_for_bad_data(tmp_path, cifar):
@@ -652,23 +665,23 @@ def test_check_never_raises_for_bad_data(tmp_path, cifar):
     assert "fog/1, fog/2, fog/3, fog/4, fog/5: " in "".join(check_data("cifar-10-c", cifar).problems)
 
 
-def test_check_opens_pictures(photos):
-    assert check_data("folder", photos, open_pictures=True).usable
-    (photos / "dog/a.png").write_text("no picture")
+def test_check_opens_images(photos):
+    assert check_data("folder", photos, open_images=True).usable
+    (photos / "dog/a.png").write_text("no image")
     assert check_data("folder", photos).usable
     shown = io.StringIO()
-    report = check_data("folder", photos, open_pictures=True, console=Console(file=shown, force_terminal=True))
-    assert report.problems == ["1 pictures cannot be read (dog/a.png)"] and "reading" in shown.getvalue()
+    report = check_data("folder", photos, open_images=True, console=Console(file=shown, force_terminal=True))
+    assert report.problems == ["1 images cannot be read (dog/a.png)"] and "reading" in shown.getvalue()
 
 
 def test_command(photos, capsys):
-    assert cli.main(["data", "check", "--data", "folder", "--root", str(photos), "--open-pictures"]) == 0
+    assert cli.main(["data", "check", "--data", "folder", "--root", str(photos), "--open-images"]) == 0
     out = capsys.readouterr().out
     assert "complete" in out and f"{photos} can be used as folder." in out
-    (photos / "dog/a.png").write_text("no picture")
-    assert cli.main(["data", "check", "--data", "folder", "--root", str(photos), "--open-pictures"]) == 2
+    (photos / "dog/a.png").write_text("no image")
+    assert cli.main(["data", "check", "--data", "folder", "--root", str(photos), "--open-images"]) == 2
     out, err = capsys.readouterr()
-    assert "not complete" in out and "1 pictures cannot be read (dog/a.png)" in err
+    assert "not complete" in out and "1 images cannot be read (dog/a.png)" in err
 
 
 def test_command_on_corruptions(whole, capsys):

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from acclimate.data import _filters as filters
 from acclimate.data import _formulas as formulas
-from acclimate.data.corruptions import CONSTANTS, CORRUPTIONS, EXTRA, FAMILIES, SEVERITIES, constants_for, corrupt
+from acclimate.data.corruptions import CONSTANTS, CORRUPTIONS, EXTRA, GROUPS, SEVERITIES, constants_for, corrupt
 from acclimate.data.sheet import contact_sheet
 from acclimate.errors import ConfigError, InputError
 from acclimate.testing import replay
@@ -31,8 +31,8 @@ def recorded():
     return load_file(RECORDING)
 
 
-def pictures(count, height, width, seed=0):
-    """Smooth coloured blobs with an edge, different from picture to picture."""
+def new_images(count, height, width, seed=0):
+    """Smooth coloured blobs with an edge, different from image to image."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[:height, :width] / max(height, width)
     phase = rng.uniform(0, 6, (count, 1, 1, 3))
@@ -42,7 +42,7 @@ def pictures(count, height, width, seed=0):
 
 def test_names():
     assert len(CORRUPTIONS) == 15 and CORRUPTIONS[0] == "gaussian_noise" and CORRUPTIONS[-1] == "jpeg_compression"
-    assert [len(names) for names in FAMILIES.values()] == [3, 4, 4, 4]
+    assert [len(names) for names in GROUPS.values()] == [3, 4, 4, 4]
     for table in CONSTANTS.values():
         assert set(table) == set(ALL) and all(len(row) == len(SEVERITIES) for row in table.values())
 
@@ -50,7 +50,7 @@ def test_names():
 # The originals
 
 
-def test_recorded_pictures_are_met_within_a_level():
+def test_recorded_images_are_met_within_a_level():
     result = replay.replay(RECORDING)
     assert not result.problems, str(result)
     assert set(result.levels) == set(ALL)
@@ -93,7 +93,7 @@ def test_other_random_numbers_fail_the_replay(tmp_path, recorded):
     assert "contrast" not in problems and "impulse_noise" not in problems  # the one draws nothing, the other elsewhere
 
 
-def test_a_recording_that_lacks_pictures_fails_the_replay(tmp_path, recorded):
+def test_a_recording_that_lacks_images_fails_the_replay(tmp_path, recorded):
     some = {name: tensor for name, tensor in recorded.items() if not name.startswith("final/fog/")}
     assert "not those that the header lists" in str(altered(tmp_path, some).problems)
 
@@ -102,8 +102,8 @@ def test_a_recording_that_lacks_pictures_fails_the_replay(tmp_path, recorded):
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "frost"])
-def test_own_random_numbers_give_pictures_like_the_recorded(recorded, name):
-    """Over many draws, the distance to the clean picture is distributed around the recorded one."""
+def test_own_random_numbers_give_images_like_the_recorded(recorded, name):
+    """Over many draws, the distance to the clean image is distributed around the recorded one."""
     clean = recorded["x/image"]
     batch = np.repeat(clean[None], 24, axis=0)
     for severity in (1, 3, 5):
@@ -143,8 +143,8 @@ def test_the_three_channels_and_all_pixels_have_noise_of_their_own():
 
 @pytest.mark.parametrize("constants", list(CONSTANTS))
 @pytest.mark.parametrize("name", ALL)
-def test_a_picture_does_not_depend_on_its_batch(monkeypatch, name, constants):
-    images = pictures(7, 29, 22)
+def test_a_image_does_not_depend_on_its_batch(monkeypatch, name, constants):
+    images = new_images(7, 29, 22)
     indices = [3, 100, 5, 0, 7, 2, 10**9]
     together = corrupt(images, name, 4, seed=9, indices=indices, constants=constants)
     alone = [corrupt(x, name, 4, seed=9, indices=[i], constants=constants) for x, i in zip(images, indices)]
@@ -158,7 +158,7 @@ def test_a_picture_does_not_depend_on_its_batch(monkeypatch, name, constants):
 
 @pytest.mark.parametrize("name", ["gaussian_noise", "glass_blur", "frost", "spatter"])
 def test_threads_change_nothing(name):
-    images = pictures(8, 40, 40)
+    images = new_images(8, 40, 40)
     with ThreadPoolExecutor(4) as pool:
         threaded = list(pool.map(lambda i: corrupt(images[i], name, 2, indices=[i]), range(8)))
     np.testing.assert_array_equal(np.stack(threaded), corrupt(images, name, 2))
@@ -169,7 +169,7 @@ FIXED = {"defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpe
 
 @pytest.mark.parametrize("name", ALL)
 def test_seed_and_index_draw_anew(name):
-    image = pictures(1, 48, 48)[0]
+    image = new_images(1, 48, 48)[0]
     base = corrupt(image, name, 5)
     np.testing.assert_array_equal(base, corrupt(image, name, 5, seed=0, indices=[0]))
     for other in (corrupt(image, name, 5, seed=1), corrupt(image, name, 5, indices=[1])):
@@ -184,7 +184,7 @@ def test_seed_and_index_draw_anew(name):
     seed=st.integers(0, 2**64),
 )
 def test_any_size(name, severity, height, width, seed):
-    images = pictures(2, height, width)
+    images = new_images(2, height, width)
     before = images.copy()
     images.setflags(write=False)
     shown = corrupt(images, name, severity, seed=seed)
@@ -197,7 +197,7 @@ def test_any_size(name, severity, height, width, seed):
 
 @pytest.mark.parametrize("constants", list(CONSTANTS))
 @pytest.mark.parametrize("name", ALL)
-def test_very_small_black_and_white_pictures(name, constants):
+def test_very_small_black_and_white_images(name, constants):
     for shape in ((1, 1, 3), (2, 5, 3), (9, 1, 3)):
         for level in (0, 255):
             for severity in (1, 5):
@@ -206,9 +206,9 @@ def test_very_small_black_and_white_pictures(name, constants):
 
 # Severity
 
-# For some, the distance to the clean picture does not grow with every step, as the constants stand: glass_blur trades reach
+# For some, the distance to the clean image does not grow with every step, as the constants stand: glass_blur trades reach
 # for rounds, snow the size of flakes for their number, saturate fades before it glows, spatter turns from water to mud, and
-# frost hides the picture rather than lightening it further.
+# frost hides the image rather than lightening it further.
 UNEVEN = {
     "imagenet-c": {"glass_blur", "snow", "frost", "saturate"},
     "cifar-10-c": {"glass_blur", "frost", "saturate", "spatter"},
@@ -238,7 +238,7 @@ def test_constants_by_size():
     assert constants_for(28, 28) == constants_for(64, 200) == "cifar-10-c"
     assert constants_for(65, 65) == constants_for(224, 224) == "imagenet-c"
     for side, whose in ((64, "cifar-10-c"), (65, "imagenet-c")):
-        image = pictures(1, side, side)[0]
+        image = new_images(1, side, side)[0]
         np.testing.assert_array_equal(corrupt(image, "contrast", 3), corrupt(image, "contrast", 3, constants=whose))
 
 
@@ -249,7 +249,7 @@ def test_frost_from_photographs(tmp_path):
     for i in range(1, 7):
         colour = (40 * i, 0, 250 - 40 * i)
         Image.new("RGB", (90, 70), colour).save(tmp_path / f"frost{i}.{'png' if i < 4 else 'jpg'}", quality=100)
-    (tmp_path / "readme.txt").write_text("not a picture")
+    (tmp_path / "readme.txt").write_text("not an image")
     black = np.zeros((40, 80, 80, 3), np.uint8)  # wider than the photographs
     shown = corrupt(black, "frost", 1, frost=tmp_path, constants="imagenet-c")
     reds = sorted({int(red) for red in np.unique(shown[..., 0])})
@@ -271,7 +271,7 @@ def test_a_folder_without_photographs(tmp_path, broken):
     if broken:
         (tmp_path / "frost1.png").write_bytes(b"noise")
     with pytest.raises(ConfigError, match="frost="):
-        corrupt(pictures(1, 20, 20), "frost", 1, frost=tmp_path)
+        corrupt(new_images(1, 20, 20), "frost", 1, frost=tmp_path)
 
 
 # Filters against plain definitions
@@ -293,7 +293,7 @@ def test_chamfer_distance():
 
 def test_glass_copies_pixel_after_pixel():
     """Against the loop that the formula describes."""
-    image = pictures(1, 13, 17)[0]
+    image = new_images(1, 13, 17)[0]
     sigma, reach, rounds = 0.05, 2, 2  # so little blur that it does nothing
     offsets = np.random.default_rng(3).integers(-reach, reach, (rounds, 13 - 2 * reach, 17 - 2 * reach, 2))
     expected = image.copy()
@@ -313,26 +313,26 @@ def test_glass_copies_pixel_after_pixel():
 @pytest.mark.parametrize("severity", [0, 6, True, "3", 2.5, None])
 def test_wrong_severities(severity):
     with pytest.raises(ConfigError, match=r"severity=.*from 1 to 5"):
-        corrupt(pictures(1, 20, 20), "fog", severity)
+        corrupt(new_images(1, 20, 20), "fog", severity)
 
 
 def test_unknown_names():
     with pytest.raises(ConfigError, match=r"unknown corruption 'gausian_noise'. Did you mean 'gaussian_noise'\?.* saturate"):
-        corrupt(pictures(1, 20, 20), "gausian_noise", 1)
+        corrupt(new_images(1, 20, 20), "gausian_noise", 1)
     with pytest.raises(ConfigError, match="unknown corruption None"):
-        corrupt(pictures(1, 20, 20), None, 1)
+        corrupt(new_images(1, 20, 20), None, 1)
 
 
 @pytest.mark.parametrize("options", [dict(seed=-1), dict(seed=True), dict(seed="0"), dict(constants="cifar")])
 def test_wrong_options(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        corrupt(pictures(1, 20, 20), "fog", 1, **options)
+        corrupt(new_images(1, 20, 20), "fog", 1, **options)
 
 
 @pytest.mark.parametrize("indices", [[0], [0, -1], [0.0, 1.0], [[0, 1]]])
 def test_wrong_indices(indices):
     with pytest.raises(InputError, match="one whole number of 0 or more per image"):
-        corrupt(pictures(2, 20, 20), "fog", 1, indices=indices)
+        corrupt(new_images(2, 20, 20), "fog", 1, indices=indices)
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_wrong_images(images, message):
 
 @pytest.mark.parametrize("shape", [(28, 28, 3), (400, 300, 3)])
 def test_contact_sheet(shape):
-    image = pictures(1, *shape[:2])[0]
+    image = new_images(1, *shape[:2])[0]
     page = contact_sheet(image)
     height, width = (112, 112) if shape[0] == 28 else (224, 168)
     assert page.width > 5 * width and page.height > 19 * height

@@ -1,4 +1,4 @@
-"""A folder of pictures becomes a tree of corrupted ones: whole, resumable, and the same however it is made."""
+"""A folder of images becomes a tree of corrupted ones: whole, resumable, and the same however it is made."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rich.console import Console
 from acclimate import cli
 from acclimate.data import folder
 from acclimate.data.corruptions import corrupt
-from acclimate.data.folder import IMAGENET_C, corrupt_folder, read_picture
+from acclimate.data.folder import IMAGENET_C, corrupt_folder, read_image
 from acclimate.errors import AcclimateError, ConfigError, InputError, StateError, UnreadableError
 
 
-def picture(height=40, width=50, seed=0):
+def new_image(height=40, width=50, seed=0):
     y, x = np.mgrid[:height, :width] / max(height, width)
     phase = np.random.default_rng(seed).uniform(0, 6, 3)
     return np.clip(128 + 100 * np.sin(8 * x[..., None] + 3 * y[..., None] + phase), 0, 255).astype(np.uint8)
@@ -29,11 +29,11 @@ def picture(height=40, width=50, seed=0):
 
 @pytest.fixture
 def photos(tmp_path):
-    """Two classes of two pictures each, and something else."""
+    """Two classes of two images each, and something else."""
     root = tmp_path / "photos"
     for i, path in enumerate(("cat/a.png", "cat/b.jpg", "dog/a.png", "dog/sub/c.bmp")):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture(seed=i)).save(root / path)
+        Image.fromarray(new_image(seed=i)).save(root / path)
     (root / "labels.csv").write_text("a,b")
     (root / "cat" / ".hidden.png").write_bytes(b"")
     return root
@@ -51,10 +51,10 @@ def test_the_tree_has_imagenet_cs_shape(photos, tmp_path):
     assert "16 files written (16 with the constants of cifar-10-c)." in str(report)
 
 
-def test_the_files_hold_the_corrupted_pictures(photos, tmp_path):
+def test_the_files_hold_the_corrupted_images(photos, tmp_path):
     corrupt_folder(photos, tmp_path / "out", ["gaussian_noise"], [3], seed=4)
     for index, (clean, file) in enumerate((("cat/a.png", "cat/a"), ("cat/b.jpg", "cat/b"), ("dog/a.png", "dog/a"))):
-        expected = corrupt(read_picture(photos / clean), "gaussian_noise", 3, seed=4, indices=[index])
+        expected = corrupt(read_image(photos / clean), "gaussian_noise", 3, seed=4, indices=[index])
         encoded = io.BytesIO()
         Image.fromarray(expected).save(encoded, "JPEG", quality=85, optimize=True)
         assert (tmp_path / "out" / "gaussian_noise" / "3" / f"{file}.JPEG").read_bytes() == encoded.getvalue()
@@ -62,7 +62,7 @@ def test_the_files_hold_the_corrupted_pictures(photos, tmp_path):
 
 def test_a_flat_folder_has_no_class_level(tmp_path):
     (tmp_path / "in").mkdir()
-    Image.fromarray(picture()).save(tmp_path / "in" / "x.png")
+    Image.fromarray(new_image()).save(tmp_path / "in" / "x.png")
     corrupt_folder(tmp_path / "in", tmp_path / "out", ["contrast"], [2])
     assert set(tree(tmp_path / "out")) == {"corruptions.json", "contrast/2/x.JPEG"}
 
@@ -78,7 +78,7 @@ def test_imagenet_cs_crop(tmp_path):
     wide = np.zeros((300, 600, 3), np.uint8)
     wide[:, 150:450] = 255  # the central half: columns 128 to 383 of 512, once resized
     Image.fromarray(wide).save(tmp_path / "in" / "wide.png")
-    shown = read_picture(tmp_path / "in" / "wide.png", IMAGENET_C)
+    shown = read_image(tmp_path / "in" / "wide.png", IMAGENET_C)
     assert shown.shape == (224, 224, 3)
     assert shown.min() == 255  # columns 144 to 367
     report = corrupt_folder(tmp_path / "in", tmp_path / "out", ["contrast"], [1], resize_crop=IMAGENET_C)
@@ -87,16 +87,16 @@ def test_imagenet_cs_crop(tmp_path):
         assert image.size == (224, 224)
 
 
-# Kinds of pictures
+# Kinds of images
 
 
 def test_every_kind_becomes_rgb(tmp_path):
-    grey = picture()[..., 0]
-    rgb = picture()
+    grey = new_image()[..., 0]
+    rgb = new_image()
 
     def read(image, name, **options):
         image.save(tmp_path / name, **options)
-        return read_picture(tmp_path / name)
+        return read_image(tmp_path / name)
 
     np.testing.assert_array_equal(read(Image.fromarray(grey), "grey.png"), np.repeat(grey[..., None], 3, axis=-1))
     deep = Image.fromarray(grey.astype(np.uint16) * 257)
@@ -116,29 +116,29 @@ def test_every_kind_becomes_rgb(tmp_path):
     np.testing.assert_array_equal(turned, np.rot90(rgb, -1))
 
 
-# Damaged pictures
+# Damaged images
 
 
 @pytest.fixture
 def damaged(photos):
     whole = (photos / "cat" / "b.jpg").read_bytes()
     (photos / "cat" / "broken.jpg").write_bytes(whole[: len(whole) // 2])
-    (photos / "dog" / "text.png").write_text("no picture")
+    (photos / "dog" / "text.png").write_text("no image")
     return photos
 
 
-def test_damaged_pictures_are_named_before_anything_is_written(damaged, tmp_path):
+def test_damaged_images_are_named_before_anything_is_written(damaged, tmp_path):
     with pytest.raises(UnreadableError, match=r"broken.jpg.*text.png.*Nothing was written.*skip_unreadable"):
         corrupt_folder(damaged, tmp_path / "out", ["fog"], [1])
     assert not (tmp_path / "out").exists()
 
 
-def test_damaged_pictures_are_skipped_on_demand(damaged, tmp_path):
+def test_damaged_images_are_skipped_on_demand(damaged, tmp_path):
     report = corrupt_folder(damaged, tmp_path / "out", ["fog"], [1], skip_unreadable=True)
     assert report.written == 4 and report.unreadable == ["cat/broken.jpg", "dog/text.png"]
-    assert "2 unreadable pictures skipped: cat/broken.jpg, dog/text.png" in str(report)
+    assert "2 unreadable images skipped: cat/broken.jpg, dog/text.png" in str(report)
     # they keep their numbers, so that the others do not change when they are mended
-    expected = corrupt(read_picture(damaged / "dog/a.png"), "fog", 1, indices=[3])
+    expected = corrupt(read_image(damaged / "dog/a.png"), "fog", 1, indices=[3])
     with Image.open(tmp_path / "out/fog/1/dog/a.JPEG") as image:
         assert abs(np.asarray(image).astype(int) - expected).mean() < 3
 
@@ -212,17 +212,17 @@ def test_other_settings_are_refused(photos, tmp_path, options, message):
     assert tree(tmp_path / "out") == before
 
 
-def test_other_pictures_or_ice_are_refused(photos, tmp_path):
+def test_other_images_or_ice_are_refused(photos, tmp_path):
     ice = tmp_path / "ice"
     ice.mkdir()
-    Image.fromarray(picture(200, 200)).save(ice / "frost1.png")
+    Image.fromarray(new_image(200, 200)).save(ice / "frost1.png")
     corrupt_folder(photos, tmp_path / "out", ["frost"], [1], frost=ice)
-    Image.fromarray(picture(200, 200, seed=1)).save(ice / "frost1.png")
+    Image.fromarray(new_image(200, 200, seed=1)).save(ice / "frost1.png")
     with pytest.raises(StateError, match="frost"):
         corrupt_folder(photos, tmp_path / "out", ["frost"], [2], frost=ice)
     corrupt_folder(photos, tmp_path / "other", ["fog"], [1])
-    Image.fromarray(picture()).save(photos / "aaa.png")  # all others would get other numbers
-    with pytest.raises(StateError, match="pictures 4, now 5"):
+    Image.fromarray(new_image()).save(photos / "aaa.png")  # all others would get other numbers
+    with pytest.raises(StateError, match="images 4, now 5"):
         corrupt_folder(photos, tmp_path / "other", ["fog"], [2])
 
 
@@ -242,11 +242,11 @@ def test_folders_that_cannot_be_used(photos, tmp_path):
     with pytest.raises(InputError, match="not a folder"):
         corrupt_folder(tmp_path / "gone", out, ["fog"], [1])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="no pictures"):
+    with pytest.raises(InputError, match="no images"):
         corrupt_folder(tmp_path / "empty", out, ["fog"], [1])
     with pytest.raises(ConfigError, match="lies in"):
         corrupt_folder(photos, photos / "out", ["fog"], [1])
-    Image.fromarray(picture()).save(photos / "cat" / "a.jpg")
+    Image.fromarray(new_image()).save(photos / "cat" / "a.jpg")
     with pytest.raises(InputError, match=r"cat/a.jpg and cat/a.png would be written to one file"):
         corrupt_folder(photos, out, ["fog"], [1])
     assert not out.exists()
@@ -277,12 +277,12 @@ def test_wrong_options_write_nothing(photos, tmp_path, options):
 
 def test_command(photos, tmp_path, capsys):
     out = str(tmp_path / "out")
-    assert cli.main(["corrupt", str(photos), out, "--name", "fog,snow", "--severity", "1,3", "--seed", "2"]) == 0
+    assert cli.main(["corrupt", str(photos), out, "--corruptions", "fog,snow", "--severities", "1,3", "--seed", "2"]) == 0
     assert "16 files written (16 with the constants of cifar-10-c)." in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "corruptions.json").read_text())["seed"] == 2
-    assert cli.main(["corrupt", str(photos), out, "--name", "all", "--severity", "1", "--seed", "2"]) == 0
+    assert cli.main(["corrupt", str(photos), out, "--corruptions", "all", "--severities", "1", "--seed", "2"]) == 0
     assert "68 files written" in capsys.readouterr().out  # 19 names, of which two were there
-    assert cli.main(["corrupt", str(photos), str(tmp_path / "c"), "--imagenet-c", "--severity", "1"]) == 0
+    assert cli.main(["corrupt", str(photos), str(tmp_path / "c"), "--imagenet-c", "--severities", "1"]) == 0
     assert "60 files written (60 with the constants of imagenet-c)." in capsys.readouterr().out
 
 
@@ -290,10 +290,10 @@ def test_command(photos, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["IN"], "give the folder to write to"),
-        (["IN", "OUT", "--name", "frg"], "Did you mean 'fog'?"),
-        (["IN", "OUT", "--severity", "high"], "--severity high"),
-        (["IN", "OUT", "--severity", "7"], "severity=7"),
-        (["IN", "--sheet", "OUT.png"], "cannot be read as a picture"),
+        (["IN", "OUT", "--corruptions", "frg"], "Did you mean 'fog'?"),
+        (["IN", "OUT", "--severities", "high"], "--severities high"),
+        (["IN", "OUT", "--severities", "7"], "severity=7"),
+        (["IN", "--sheet", "OUT.png"], "cannot be read as an image"),
         (["IN/cat/a.png", "--sheet", "OUT.strange"], "--sheet"),
     ],
 )
@@ -303,17 +303,17 @@ def test_command_errors(photos, tmp_path, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-def test_command_skips_damaged_pictures(damaged, tmp_path, capsys):
-    arguments = ["corrupt", str(damaged), str(tmp_path / "out"), "--name", "fog", "--severity", "1"]
+def test_command_skips_damaged_images(damaged, tmp_path, capsys):
+    arguments = ["corrupt", str(damaged), str(tmp_path / "out"), "--corruptions", "fog", "--severities", "1"]
     assert cli.main(arguments) == 2
     assert "--skip-unreadable" in capsys.readouterr().err
     assert cli.main([*arguments, "--skip-unreadable"]) == 0
-    assert "2 unreadable pictures skipped" in capsys.readouterr().out
+    assert "2 unreadable images skipped" in capsys.readouterr().out
 
 
 def test_command_says_how_to_continue(photos, tmp_path, capsys, monkeypatch):
     interrupt_after(monkeypatch, 2)
-    assert cli.main(["corrupt", str(photos), str(tmp_path / "out"), "--name", "fog"]) == 130
+    assert cli.main(["corrupt", str(photos), str(tmp_path / "out"), "--corruptions", "fog"]) == 130
     assert "the same command goes on" in capsys.readouterr().err
 
 
@@ -332,10 +332,11 @@ def test_progress_is_shown_on_a_terminal_only(photos, tmp_path):
         assert ("writing" in shown.getvalue()) == terminal
 
 
-def test_pictures_can_be_corrupted_without_torch(photos, tmp_path):
+def test_images_can_be_corrupted_without_torch(photos, tmp_path):
     code = (
         "import sys; from acclimate.cli import main; "
-        f"assert main(['corrupt', {str(photos)!r}, {str(tmp_path / 'out')!r}, '--name', 'fog', '--severity', '1']) == 0; "
+        f"given = [{str(photos)!r}, {str(tmp_path / 'out')!r}, '--corruptions', 'fog', '--severities', '1']; "
+        "assert main(['corrupt', *given]) == 0; "
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

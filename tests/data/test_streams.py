@@ -11,23 +11,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from acclimate.data.datasets import title
+from acclimate.data.domains import Domain, DomainKey
 from acclimate.data.streams import SAR_DIGESTS, Stream, label_shift
 from acclimate.errors import ConfigError, InputError
 
 
-class Numbers:
-    """A domain whose pictures say which they are."""
+class Numbers(Domain):
+    """A domain whose images say which they are."""
 
     def __init__(self, name: str = "fog", severity: int | None = 5, classes: int = 4, each: int = 6) -> None:
-        self.name, self.severity = name, severity
+        self.key = DomainKey(name, severity)
         self.labels = np.repeat(np.arange(classes), each)
 
     def load(self, indices: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(indices).float().view(-1, 1, 1, 1).expand(-1, 3, 2, 2).clone()
 
 
-def pictures(stream: Stream) -> list[int]:
+def new_images(stream: Stream) -> list[int]:
     return [int(number) for batch in stream for number in batch.images[:, 0, 0, 0]]
 
 
@@ -120,8 +120,8 @@ def test_normal_shows_every_image_once_in_batches():
     assert sizes == [10, 10, 4]
     assert len(stream) == 3
     assert stream.samples == 24
-    assert sorted(pictures(stream)) == list(range(24))
-    assert pictures(stream) != list(range(24))
+    assert sorted(new_images(stream)) == list(range(24))
+    assert new_images(stream) != list(range(24))
 
 
 def test_labels_belong_to_their_images():
@@ -146,7 +146,7 @@ def test_mixed_mixes_within_batches():
 def test_continual_goes_through_the_domains_in_turn():
     stream = Stream([Numbers("fog"), Numbers("snow")], "continual", batch_size=16)
     assert [(len(b.labels), b.domain.unique().tolist()) for b in stream] == [(16, [0]), (8, [0]), (16, [1]), (8, [1])]
-    fog, snow = pictures(stream)[:24], pictures(stream)[24:]
+    fog, snow = new_images(stream)[:24], new_images(stream)[24:]
     assert sorted(fog) == sorted(snow) == list(range(24))
     assert fog != snow
 
@@ -154,9 +154,9 @@ def test_continual_goes_through_the_domains_in_turn():
 def test_gradual_rises_and_falls():
     domains = [Numbers(name, s) for s in (3, 1, 2, 5, 4) for name in ("fog", "snow")]
     stream = Stream(domains, "gradual", batch_size=24)
-    met = [title(domains[int(batch.domain[0])]) for batch in stream]
+    met = [str(domains[int(batch.domain[0])].key) for batch in stream]
     assert met == [f"{name}/{s}" for name in ("fog", "snow") for s in (1, 2, 3, 4, 5, 4, 3, 2, 1)]
-    rising, falling = (pictures(stream)[i * 24 : (i + 1) * 24] for i in (0, 8))
+    rising, falling = (new_images(stream)[i * 24 : (i + 1) * 24] for i in (0, 8))
     assert sorted(rising) == sorted(falling) and rising != falling
     with pytest.raises(ConfigError, match=r"fog/2.* missing"):
         Stream([Numbers("fog", s) for s in (1, 3, 4, 5)], "gradual")
@@ -187,15 +187,15 @@ def test_the_order_depends_on_seed_domain_and_setting_alone():
 def test_workers_and_global_randomness_change_nothing():
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    alone = pictures(Stream(Numbers(), batch_size=5))
+    alone = new_images(Stream(Numbers(), batch_size=5))
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(6)
-    assert pictures(Stream(Numbers(), batch_size=5, workers=2)) == alone
+    assert new_images(Stream(Numbers(), batch_size=5, workers=2)) == alone
 
 
 def test_a_stream_can_be_walked_again():
     stream = Stream(Numbers(), batch_size=5)
-    assert pictures(stream) == pictures(stream)
+    assert new_images(stream) == new_images(stream)
 
 
 def test_names_of_a_setting_may_come_in_any_order():

@@ -15,7 +15,7 @@ import acclimate
 from acclimate.cli import main
 from acclimate.data import bundled
 from acclimate.data.catalog import Data
-from acclimate.data.datasets import Corrupted, Images, Subset
+from acclimate.data.domains import Corrupted, Images, Subset
 from acclimate.errors import ConfigError, ModelError, StateError
 from acclimate.evaluation.results import Results
 from acclimate.evaluation.spec import Protocol
@@ -80,7 +80,7 @@ def test_an_infinite_option_is_kept(tmp_path):
 
 def test_tuned_learning_rates_follow_the_batch_as_a_methods_own_do():
     """Of those that the method scales: SAR's norms, not DCT's generators, not the rate that CoTTA keeps."""
-    at_64, at_1 = bundled.tuned(), bundled.tuned(1)
+    at_64, at_1 = bundled.tuned_options(), bundled.tuned_options(1)
     assert at_1["sar"]["lr"] == pytest.approx(at_64["sar"]["lr"] / 64)
     assert at_1["dct"]["lr_generator"] == at_64["dct"]["lr_generator"]
     results = acclimate.bench(

@@ -17,29 +17,33 @@ import pytest
 import torch
 from rich.console import Console
 
+from acclimate.data.domains import Domain, DomainKey
 from acclimate.data.streams import Stream
 from acclimate.errors import AcclimateError, ConfigError, StateError
 from acclimate.evaluation import jobs as work
 from acclimate.evaluation import journal as journals
-from acclimate.evaluation.grid import sweep
+from acclimate.evaluation.grid import Execution, run_grid
 from acclimate.evaluation.journal import latest
 from acclimate.evaluation.run import run
 from acclimate.evaluation.store import Store
+from acclimate.evaluation.testbed import open_testbed
 from acclimate.testing.check import tiny_batches, tiny_vit
 
 
-class Pictures:
-    """Random pictures; half of the labels are right at first."""
-
-    severity = 5
+class Samples(Domain):
+    """Random images; half of the labels are right at first."""
 
     def __init__(self, name: str = "fog", count: int = 60) -> None:
-        self.name = name
+        self.key = DomainKey(name, 5)
+        self._identity = f"{name}, {count} images"
         self._images = torch.cat(tiny_batches(count=-(-count // 8), size=8, seed=len(name)))[:count]
-        self.identity = {"pictures": name, "count": count}
         with torch.no_grad():
             self.labels = tiny_vit().eval()(self._images).argmax(1).numpy()
         self.labels[::2] = 0
+
+    @property
+    def identity(self):
+        return self._identity
 
     def load(self, indices):
         return self._images[torch.from_numpy(indices)]
@@ -49,8 +53,10 @@ METHODS = {"source": {}, "tent": {"lr": 0.05}, "sar": {"margin": 2.2}, "dct": {"
 
 
 def grid(store=None, *, streams=None, methods=METHODS, **options):
-    streams = streams or [Stream(Pictures(), batch_size=8), Stream([Pictures(), Pictures("snow")], "mixed", batch_size=8)]
-    return sweep(tiny_vit(), streams, methods, model_name="tiny", store=store, console=Console(quiet=True), **options)
+    streams = streams or [Stream(Samples(), batch_size=8), Stream([Samples(), Samples("snow")], "mixed", batch_size=8)]
+    testbed = open_testbed(tiny_vit(), streams[0].domains, model_name="tiny", device="cpu")
+    common = dict(store=store, console=options.pop("console", Console(quiet=True)), execution=Execution(**options))
+    return run_grid(testbed, streams, methods, **common)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +93,7 @@ def test_a_run_that_is_interrupted_anywhere_ends_as_if_it_had_not_been(every, tm
     outcomes = None
     while outcomes is None:
         try:
-            outcomes = grid(store, streams=[Stream([Pictures(), Pictures("snow")], "mixed", batch_size=8)])
+            outcomes = grid(store, streams=[Stream([Samples(), Samples("snow")], "mixed", batch_size=8)])
         except KeyboardInterrupt:
             unfinished = list(tmp_path.glob("*/state.safetensors"))
             assert not any(state.with_name("result.json").exists() for state in unfinished)
@@ -133,7 +139,7 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(tmp_path, whole):
 
 def test_what_a_kill_leaves_half_written_is_cut_off(tmp_path, whole):
     store, methods = Store(tmp_path, every=0), {"tent": METHODS["tent"]}
-    streams = [Stream(Pictures(), batch_size=8)]
+    streams = [Stream(Samples(), batch_size=8)]
     (outcome,) = grid(store, streams=streams, methods=methods)
     folder = store.folder(outcome.spec)
     (folder / "result.json").unlink()
@@ -146,12 +152,12 @@ def test_what_a_kill_leaves_half_written_is_cut_off(tmp_path, whole):
 def test_a_state_without_its_steps_is_refused(tmp_path, monkeypatch):
     store, methods = Store(tmp_path, every=0), {"tent": METHODS["tent"]}
     monkeypatch.setattr(journals.Journal, "close", lambda self, finished: None)  # keeps the state
-    (outcome,) = grid(store, streams=[Stream(Pictures(), batch_size=8)], methods=methods)
+    (outcome,) = grid(store, streams=[Stream(Samples(), batch_size=8)], methods=methods)
     folder = store.folder(outcome.spec)
     (folder / "result.json").unlink()
     (folder / "steps.jsonl").write_bytes(b"")
     with pytest.raises(StateError, match="lacks steps"):
-        grid(store, streams=[Stream(Pictures(), batch_size=8)], methods=methods)
+        grid(store, streams=[Stream(Samples(), batch_size=8)], methods=methods)
 
 
 def test_the_latest_step_is_read_while_it_is_written(tmp_path):
@@ -168,7 +174,7 @@ def test_the_latest_step_is_read_while_it_is_written(tmp_path):
 def test_two_processes_do_not_do_the_same_run_twice(tmp_path, monkeypatch, whole):
     calls = []
     monkeypatch.setattr(work, "run", lambda *args, **options: (calls.append(1), time.sleep(0.2), run(*args, **options))[2])
-    options = dict(streams=[Stream(Pictures(), batch_size=8)], methods={"tent": METHODS["tent"]})
+    options = dict(streams=[Stream(Samples(), batch_size=8)], methods={"tent": METHODS["tent"]})
     results = []
     both = [threading.Thread(target=lambda: results.append(grid(Store(tmp_path), **options))) for _ in range(2)]
     for thread in both:
@@ -185,7 +191,7 @@ def test_two_processes_give_what_one_gives(tmp_path, whole):
     assert digests(grid(jobs=2, methods={"tent": METHODS["tent"]})).items() <= whole.items(), "without a store too"
 
 
-class Deadly(Pictures):
+class Deadly(Samples):
     """Kills the process that loads it, as long as its file is not there."""
 
     def __init__(self, file: Path) -> None:
@@ -211,12 +217,12 @@ def test_a_worker_that_always_dies_ends_the_sweep(tmp_path):
         grid(Store(tmp_path), streams=[Stream(Killer(), batch_size=8)], methods={"tent": {}}, jobs=2)
 
 
-class Killer(Pictures):
+class Killer(Samples):
     def load(self, indices):
         os._exit(9)
 
 
-class Local(Pictures):
+class Local(Samples):
     def __init__(self) -> None:
         super().__init__()
         self.unpicklable = lambda: None
@@ -239,14 +245,14 @@ def test_shards_are_the_grid_in_parts(tmp_path, whole):
 
 def test_progress_is_a_line_for_each_run_where_there_is_no_terminal(tmp_path):
     console = Console(file=io.StringIO(), width=40)
-    streams = [Stream(Pictures(), batch_size=8)]
-    outcomes = sweep(tiny_vit(), streams, METHODS, model_name="tiny", console=console)
+    streams = [Stream(Samples(), batch_size=8)]
+    outcomes = grid(streams=streams, console=console)
     lines = [line.split("\t") for line in console.file.getvalue().splitlines()]
     assert [line[:2] for line in lines] == [[f"{i}/4", name] for i, name in enumerate(METHODS, 1)]
     assert [line[-1] for line in lines] == [outcome.spec.id for outcome in outcomes]
 
 
-class Slow(Pictures):
+class Slow(Samples):
     """A bar that is drawn ten times a second, and looks at other processes twice, gets to see it."""
 
     def load(self, indices):
@@ -257,6 +263,6 @@ class Slow(Pictures):
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_progress_on_a_terminal_tells_accuracy_and_health(jobs):
     console = Console(file=io.StringIO(), width=160, force_terminal=True)
-    sweep(tiny_vit(), [Stream(Slow(), batch_size=8)], {"tent": {}}, model_name="tiny", console=console, jobs=jobs)
+    grid(streams=[Stream(Slow(), batch_size=8)], methods={"tent": {}}, console=console, jobs=jobs)
     text = console.file.getvalue()
     assert "all runs" in text and "tent on fog/5" in text and "entropy" in text and "drift" in text

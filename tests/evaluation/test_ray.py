@@ -8,12 +8,12 @@ import time
 import pytest
 from rich.console import Console
 
-from acclimate.data import bundled
-from acclimate.data.datasets import Corrupted
+from acclimate.data.catalog import Selection
 from acclimate.data.streams import Stream
-from acclimate.evaluation.grid import sweep
+from acclimate.evaluation.grid import Execution, run_grid
 from acclimate.evaluation.journal import latest
 from acclimate.evaluation.store import Store
+from acclimate.evaluation.testbed import open_testbed
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'acclimate[ray]'")
 
@@ -26,13 +26,10 @@ IMPATIENT = {  # by default a machine is missed after a minute
 
 
 def grid(store=None, **options):
-    pictures = bundled.images().sample(480)
-    how = dict(mean=bundled.MEAN, std=bundled.STD, constants=bundled.CONSTANTS)
-    streams = [Stream(Corrupted(pictures, name, 2, **how), batch_size=16) for name in ("fog", "snow")]
+    testbed = open_testbed(selection=Selection(corruptions=["fog", "snow"], images=480))
+    streams = [Stream(domain, batch_size=16) for domain in testbed.data.domains]
     methods = {"tent": {"lr": 0.05}, "dct": {"lr": 0.05}}
-    outcomes = sweep(
-        bundled.model(), streams, methods, model_name="bundled", store=store, console=Console(quiet=True), **options
-    )
+    outcomes = run_grid(testbed, streams, methods, store=store, console=Console(quiet=True), execution=Execution(**options))
     return {outcome.spec.id: outcome.result.digest for outcome in outcomes}
 
 
@@ -68,9 +65,11 @@ def test_a_cluster_that_loses_a_machine_gives_the_same_results(tmp_path):
 
 def test_without_a_cluster_one_is_started_here(tmp_path):
     assert not ray.is_initialized()
-    pictures = bundled.images().sample(16)
-    stream = Stream(Corrupted(pictures, mean=bundled.MEAN, std=bundled.STD), batch_size=8)
-    common = dict(model_name="bundled", console=Console(quiet=True))
-    here, there = (sweep(bundled.model(), [stream], {"tent": {}}, on=on, **common) for on in (None, "ray"))
+    testbed = open_testbed(selection=Selection(corruptions=["clean"], images=16))
+    stream = Stream(testbed.data.domains, batch_size=8)
+    here, there = (
+        run_grid(testbed, [stream], {"tent": {}}, execution=Execution(on=on), console=Console(quiet=True))
+        for on in (None, "ray")
+    )
     assert here[0].result.digest == there[0].result.digest
     assert not ray.is_initialized(), "what was started is stopped"

@@ -15,30 +15,33 @@ import acclimate
 from acclimate.core.engine import entropy
 from acclimate.data import bundled
 from acclimate.data.corruptions import CORRUPTIONS
-from acclimate.data.datasets import Corrupted
+from acclimate.data.domains import Corrupted, Domain, DomainKey, Images
 from acclimate.data.streams import Stream
 from acclimate.errors import ConfigError, StateError
 from acclimate.evaluation import jobs as work
-from acclimate.evaluation.grid import sweep
+from acclimate.evaluation.grid import run_grid
 from acclimate.evaluation.run import run
 from acclimate.evaluation.scores import Scores
 from acclimate.evaluation.spec import describe, specify
 from acclimate.evaluation.store import Store
 from acclimate.evaluation.tables import Grid, markdown, terminal
+from acclimate.evaluation.testbed import open_testbed
 from acclimate.testing.check import tiny_batches, tiny_vit
 
 
-class Batches:
-    """A domain of random pictures for the tiny ViT; labels are what the source model says, so that it is right at first."""
-
-    severity = 5
+class Batches(Domain):
+    """A domain of random images for the tiny ViT; labels are what the source model says, so that it is right at first."""
 
     def __init__(self, name: str = "fog", count: int = 30) -> None:
-        self.name = name
+        self.key = DomainKey(name, 5)
+        self._identity = f"{name}, {count} images"
         self._images = torch.cat(tiny_batches(count=-(-count // 8), size=8, seed=len(name)))[:count]
-        self.identity = {"pictures": name, "count": count}
         with torch.no_grad():
             self.labels = tiny_vit().eval()(self._images).argmax(1).numpy()
+
+    @property
+    def identity(self):
+        return self._identity
 
     def load(self, indices):
         return self._images[torch.from_numpy(indices)]
@@ -47,21 +50,22 @@ class Batches:
 METHODS = {"source": {}, "tent": {"lr": 0.01}}
 
 
-def quiet_sweep(model, streams, methods=METHODS, **options):
-    return sweep(model, streams, methods, model_name="tiny", console=Console(quiet=True), **options)
+def quiet_grid(model, streams, methods=METHODS, **options):
+    testbed = open_testbed(model, streams[0].domains, model_name="tiny", device="cpu")
+    return run_grid(testbed, streams, methods, console=Console(quiet=True), **options)
 
 
 @pytest.fixture(scope="module")
 def outcomes():
     streams = [Stream(Batches(name), batch_size=8, seed=seed) for name in ("fog", "snow") for seed in (0, 1)]
-    return quiet_sweep(tiny_vit(), streams)
+    return quiet_grid(tiny_vit(), streams)
 
 
 def test_the_source_model_scores_itself_perfectly(outcomes):
     for outcome in outcomes:
         if outcome.spec.method == "source":
             result = outcome.result
-            assert result.top1 == result.late == result.mean == 1
+            assert result.top1 == result.second_half == result.mean == 1
             assert (result.samples, result.forward, result.backward, result.used) == (30, 30, 0, 0)
             assert result.curve[-1] == (30, 1.0)
 
@@ -80,13 +84,13 @@ def test_a_run_is_the_adapter_on_the_stream():
     adapter.reset()
     again = run(adapter, stream)
     assert replace(again, seconds=0, peak_mib=0) == replace(result, seconds=0, peak_mib=0)
-    scores = Scores(10, ["fog/5"])
+    scores = Scores(10, [DomainKey("fog", 5)])
     adapter.reset()
     for batch in stream:
         scores.add(adapter(batch.images), batch.labels, batch.domain)
-    for name in ("top1", "top5", "late", "mean", "per_domain", "ece", "nll"):
+    for name in ("top1", "top5", "second_half", "mean", "per_domain", "ece", "nll"):
         assert getattr(result, name) == getattr(scores, name), name
-    assert len({result.top1, result.top5, result.late, result.ece, result.nll}) == 5, "else two could be exchanged"
+    assert len({result.top1, result.top5, result.second_half, result.ece, result.nll}) == 5, "else two could be exchanged"
 
 
 def test_passes_are_counted_with_the_second_one_and_without_the_rejected():
@@ -105,23 +109,23 @@ def test_passes_are_counted_with_the_second_one_and_without_the_rejected():
 def test_a_sweep_leaves_the_model_as_it_was():
     model = tiny_vit()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    quiet_sweep(model, [Stream(Batches(), batch_size=8)])
+    quiet_grid(model, [Stream(Batches(), batch_size=8)])
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     acclimate.adapt(model, "tent")  # not wrapped any more
 
 
 def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
     model, stream, store = tiny_vit(), Stream(Batches(), batch_size=8), Store(tmp_path)
-    first = quiet_sweep(model, [stream], store=store)
+    first = quiet_grid(model, [stream], store=store)
     calls = []
     monkeypatch.setattr(work, "run", lambda *args, **options: calls.append(args) or run(*args, **options))
-    second = quiet_sweep(model, [stream], store=store)
+    second = quiet_grid(model, [stream], store=store)
     assert not calls and all(outcome.found for outcome in second)
     assert [o.spec.id for o in second] == [o.spec.id for o in first]
     assert [o.result for o in second] == [o.result for o in first]
-    third = quiet_sweep(model, [stream], {"tent": {"lr": 0.02}}, store=store)
+    third = quiet_grid(model, [stream], {"tent": {"lr": 0.02}}, store=store)
     assert len(calls) == 1 and not third[0].found
-    quiet_sweep(model, [stream], store=store, again=True)
+    quiet_grid(model, [stream], store=store, fresh=True)
     assert len(calls) == 3
 
 
@@ -129,10 +133,10 @@ def test_an_interrupted_sweep_keeps_what_was_finished_and_restores_the_model(tmp
     model, stream = tiny_vit(), Stream(Batches(), batch_size=8)
     monkeypatch.setattr(work, "run", _interrupt)
     with pytest.raises(KeyboardInterrupt):
-        quiet_sweep(model, [stream], store=Store(tmp_path))
+        quiet_grid(model, [stream], store=Store(tmp_path))
     assert [path.name for path in tmp_path.glob("*/*.json") if path.name != "spec.json"] == ["result.json"]
     monkeypatch.undo()
-    assert [o.found for o in quiet_sweep(model, [stream], store=Store(tmp_path))] == [True, False]
+    assert [o.found for o in quiet_grid(model, [stream], store=Store(tmp_path))] == [True, False]
 
 
 def _interrupt(adapter, *rest, **options):
@@ -145,7 +149,7 @@ def test_a_result_that_cannot_be_read_is_named(tmp_path):
     store, stream = Store(tmp_path), Stream(Batches(), batch_size=8)
     spec = specify(stream, "source", {}, model=describe(tiny_vit(), "tiny"))
     assert store.find(spec) is None
-    quiet = quiet_sweep(tiny_vit(), [stream], {"source": {}})
+    quiet = quiet_grid(tiny_vit(), [stream], {"source": {}})
     path = store.write(spec, quiet[0].result)
     assert store.find(spec) == quiet[0].result
     hopeless = replace(quiet[0].result, nll=math.inf, events=[(3, "recovered")])
@@ -162,13 +166,13 @@ def test_the_identity_of_a_run_has_all_that_decides_it():
     with torch.no_grad():
         moved.head.bias += 1
     other = describe(moved, "tiny")
-    images = bundled.images().sample(12)
+    images = Images(*(array[:12] for array in bundled.images()))
     half = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
     corrupted = [
         Corrupted(images, "fog", 5, **half),
         Corrupted(images, "fog", 5, **half, seed=1),
         Corrupted(images, "fog", 5, mean=(0.4,) * 3, std=(0.5,) * 3),
-        Corrupted(bundled.images().sample(12, skip=12), "fog", 5, **half),
+        Corrupted(Images(*(array[12:24] for array in bundled.images())), "fog", 5, **half),
         Corrupted(images._replace(labels=images.labels[::-1]), "fog", 5, **half),
     ]
 
@@ -194,7 +198,7 @@ def test_the_identity_of_a_run_has_all_that_decides_it():
 def test_a_wrong_option_is_found_before_anything_runs(monkeypatch):
     monkeypatch.setattr(work, "run", lambda *args, **options: pytest.fail("ran"))
     with pytest.raises(ConfigError, match="has no option"):
-        quiet_sweep(tiny_vit(), [Stream(Batches())], {"source": {}, "tent": {"speed": 1}})
+        quiet_grid(tiny_vit(), [Stream(Batches())], {"source": {}, "tent": {"speed": 1}})
 
 
 def test_the_tables_have_mean_and_deviation_over_seeds(outcomes):
@@ -233,7 +237,7 @@ def test_a_table_of_many_domains_still_fits_a_terminal(outcomes):
 
 def test_several_domains_in_one_stream_have_a_column_each():
     stream = Stream([Batches("fog"), Batches("snow")], "continual", batch_size=8)
-    outcomes = quiet_sweep(tiny_vit(), [stream])
+    outcomes = quiet_grid(tiny_vit(), [stream])
     assert Grid(outcomes).columns == ["fog", "snow", "mean", "2nd half"]
     tent = outcomes[1].result
     assert Grid(outcomes).cell("tent", "snow")[0] == pytest.approx(100 * tent.per_domain["snow/5"])
@@ -256,4 +260,4 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_runs(tmp_path,
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(work, "run", lambda *args, **options: pytest.fail("ran"))
     with pytest.raises(StateError, match="file"):
-        quiet_sweep(tiny_vit(), [Stream(Batches())], store=Store(tmp_path / "file"))
+        quiet_grid(tiny_vit(), [Stream(Batches())], store=Store(tmp_path / "file"))

@@ -88,13 +88,13 @@ def test_more_iterations_lower_the_entropy():
     assert losses[1] < losses[0]
 
 
-def test_augmix_stays_near_the_picture():
+def test_augmix_stays_near_the_image():
     rng = torch.Generator().manual_seed(0)
-    picture = torch.rand(3, 8, 8).repeat_interleave(4, 1).repeat_interleave(4, 2)
-    views = torch.stack([augmix(picture, rng) for _ in range(30)])
+    image = torch.rand(3, 8, 8).repeat_interleave(4, 1).repeat_interleave(4, 2)
+    views = torch.stack([augmix(image, rng) for _ in range(30)])
     assert views.shape == (30, 3, 32, 32) and views.min() >= 0 and views.max() <= 1
     assert len({round(float(v.sum()), 3) for v in views}) == 30
-    again = torch.stack([augmix(picture, torch.Generator().manual_seed(7)) for _ in range(2)])
+    again = torch.stack([augmix(image, torch.Generator().manual_seed(7)) for _ in range(2)])
     assert torch.equal(again[0], again[1])
 
 

@@ -23,7 +23,7 @@ def test_each_patch_has_its_own_noise():
     assert mixed[1, 0].tolist() == [[1, 1, 3, 3], [1, 1, 3, 3], [1.5, 1.5, 1.5, 1.5], [1.5, 1.5, 1.5, 1.5]]
 
 
-def test_a_picture_without_some_of_its_low_frequencies():
+def test_a_image_without_some_of_its_low_frequencies():
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(2, 3, 16, 20, generator=generator)
     top, left = low_frequencies(images.shape[-2:], 0.3)

@@ -87,7 +87,7 @@ def test_given_rows_travel_with_their_samples():
         torch.testing.assert_close(other, gradients[0], atol=1e-5, rtol=1e-4)
 
 
-def test_a_sample_may_be_several_pictures():
+def test_a_sample_may_be_several_images():
     images = tiny_batches(1, 6)[0]
     engine = acclimate.adapt(tiny_vit(), "tent").engine
     pairs = torch.stack([images, images.flip(-1)], dim=1)

@@ -24,15 +24,16 @@ from timm.data import resolve_model_data_config
 from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer, _cfg, build_model_with_cfg, generate_default_cfgs
 
-from acclimate.cli import train as command
+from acclimate.cli import train_source as command
 from acclimate.core import statefile
 from acclimate.data.catalog import open_data
-from acclimate.data.datasets import Corrupted
-from acclimate.data.disk import Preprocess, input_of
+from acclimate.data.domains import Corrupted
+from acclimate.data.preprocess import Preprocess, input_of
 from acclimate.errors import ConfigError, InputError, ModelError, NonFiniteError, StateError
-from acclimate.models.loading import load_model
-from acclimate.training.source_model import MODEL, Recipe, augmented, load_source, pace, split, train_source
-from coloured import COLOURS, MEAN, STD, Interrupting, domain, pictures, same, write_folder
+from acclimate.models.loading import load_model, load_source
+from acclimate.training.loop import augmented, pace, split
+from acclimate.training.source_model import MODEL, Recipe, train_source
+from coloured import COLOURS, MEAN, STD, Interrupting, domain, new_images, same, write_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAME = "vit_of_these_tests"
@@ -75,7 +76,7 @@ def test_it_learns_and_says_what_it_did(trained):
     settings = header["settings"]
     assert settings["model"] == f"{NAME}.tag" and settings["weights"] == "random" and settings["classes"] == list(COLOURS)
     assert settings["mean"] == list(MEAN) and settings["std"] == list(STD) and settings["seed"] == 0
-    assert settings["recipe"]["by"] == "acclimate" and settings["recipe"]["epochs"] == 4 and settings["data"]["count"] == 60
+    assert settings["recipe"]["by"] == "acclimate" and settings["recipe"]["epochs"] == 4 and settings["images"] == 60
     assert header["versions"]["timm"] == timm.__version__
 
 
@@ -96,7 +97,7 @@ def test_workers_do_not_change_the_weights(tmp_path):
     assert same(tmp_path / "0.safetensors", tmp_path / "2.safetensors")
 
 
-# An epoch asks for pictures four times to train, and once for those held out
+# An epoch asks for images four times to train, and once for those held out
 
 
 @pytest.mark.parametrize(("request_number", "epochs_done"), [(1, 0), (3, 0), (5, 0), (6, 1), (13, 2), (20, 3)])
@@ -173,7 +174,7 @@ def test_what_is_finished_is_not_trained_again(trained, tmp_path):
     [
         (dict(seed=7), "seed was 0, now 7"),
         (dict(recipe=Recipe(epochs=9, batch_size=16, head_lr=0.1, backbone_lr=0.02)), "recipe.epochs was 4, now 9"),
-        (dict(data=domain(19)), "data.count was 60, now 57"),
+        (dict(data=domain(19)), "images was 60, now 57"),
         (dict(autocast=True), "autocast was false, now true"),
         (dict(pretrained=True), 'weights was "random", now "timm\'s"'),
     ],
@@ -222,7 +223,7 @@ def test_weights_that_cannot_be_had(tmp_path, monkeypatch):
 
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", offline)
     with pytest.raises(ModelError, match=r"no connection.*--weights FILE"):
-        train_source(Corrupted(pictures(), mean=(0.5,) * 3, std=(0.5,) * 3), list(COLOURS), tmp_path / "a.safetensors",
+        train_source(Corrupted(new_images(), mean=(0.5,) * 3, std=(0.5,) * 3), list(COLOURS), tmp_path / "a.safetensors",
                      model="test_vit")  # fmt: skip
     with pytest.raises(InputError, match=r"absent\.pth cannot be read"):
         train(tmp_path / "a.safetensors", pretrained=True, weights=tmp_path / "absent.pth")
@@ -277,7 +278,7 @@ def test_a_share_of_every_class_is_held_out():
     assert again == held_out.identity != other
 
 
-def test_crops_lie_within_the_picture_and_half_are_flipped():
+def test_crops_lie_within_the_image_and_half_are_flipped():
     along = torch.linspace(-1, 1, 64)
     image = torch.stack([along.expand(64, 64), along[:, None].expand(64, 64), torch.ones(64, 64)])
     cut = augmented(image.repeat(400, 1, 1, 1), np.random.RandomState(0), 0.5, 4 / 3)
@@ -376,7 +377,7 @@ def test_the_command(root, tmp_path, capsys):
     out = tmp_path / "photos.safetensors"
     run(arguments(root, out, "--epochs", "4"))
     said = capsys.readouterr().out
-    assert "epoch 4/4: loss" in said and "of 6 pictures held out." in said and "finished before" not in said
+    assert "epoch 4/4: loss" in said and "of 6 images held out." in said and "finished before" not in said
     run(arguments(root, out, "--epochs", "4"))
     assert "--fresh trains it again" in capsys.readouterr().out
     with safe_open(out, "pt") as file:
@@ -390,10 +391,10 @@ def test_the_command(root, tmp_path, capsys):
 
 def test_the_command_knows_its_domains(root, tmp_path):
     office = ["--data", "office-home", "--root", str(root), "--out", str(tmp_path / "a.safetensors"), "--model", NAME]
-    with pytest.raises(ConfigError, match="name one with --domain"):
+    with pytest.raises(ConfigError, match="name one with --domains"):
         run(office)
     with pytest.raises(ConfigError, match="Did you mean 'Clipart'"):
-        run([*office, "--domain", "Clip art"])
+        run([*office, "--domains", "Clip art"])
     (root / "only").mkdir()
     Image.new("RGB", (40, 40)).save(root / "only" / "one.png")
     with pytest.raises(InputError, match="only has 1"):

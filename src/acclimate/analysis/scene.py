@@ -21,9 +21,10 @@ from ..core.adapter import Adapter
 from ..core.registry import create
 from ..core.statistics import SourceStatistics, fitting
 from ..data import bundled
-from ..data.datasets import Corrupted, Images
-from ..data.disk import Preprocess, input_of, read_rgb
+from ..data.disk import read_rgb
+from ..data.domains import Corrupted, Images
 from ..data.folder import find_pictures
+from ..data.preprocess import Preprocess, input_of
 from ..data.streams import Stream
 from ..errors import InputError, require_whole
 from ..models.loading import BUNDLED, load_model, pick_device
@@ -77,12 +78,12 @@ class Scene:
             shown = bundled.images().sample(count)
             return cls(
                 net, shown, True, BUNDLED, bundled.MEAN, bundled.STD, bundled.SEVERITY, bundled.CONSTANTS,
-                bundled.options(), bundled.source(), bundled.CLASSES,
+                bundled.options(), bundled.source_statistics(), bundled.CLASSES,
             )  # fmt: skip
         takes = input_of(net)
         own: dict[str, Any] = {}
         if model == BUNDLED:
-            own = {"options": bundled.options(), "statistics": bundled.source()}
+            own = {"options": bundled.options(), "statistics": bundled.source_statistics()}
         shown, names = _read(Path(pictures), takes.photographs(), count, console)
         return cls(net, shown, len(names) > 1, model, takes.mean, takes.std, 5, classes=names, **own)
 

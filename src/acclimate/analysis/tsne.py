@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 
 from ..data.corruptions import Integers
-from ..data.datasets import Subset
+from ..data.domains import Subset
 from ..errors import ConfigError, InputError
 from ..models.families import view
 from .embedding import (

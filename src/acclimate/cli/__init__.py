@@ -1,21 +1,27 @@
-"""The command line. It imports torch only once a command needs it, so that help is immediate."""
+"""The command line. It imports torch only once a command needs it, so that help is immediate.
+
+Every file of this folder whose name does not begin with an underscore is a command: it has a function `add`, which adds its
+parser, and a number `POSITION`, its place in the list of commands.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import pkgutil
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
 
 from .. import __version__
 from ..errors import AcclimateError
-from . import analyze, bench, corrupt, data, dda, methods, paper, prompts, report, statistics, table, train
 
 EPILOG = """\
 examples:
   acclimate bench                       how much does adaptation help? four methods, four corruptions, two minutes
-  acclimate corrupt photos/ out/ --name fog --severity 5
-                                        fog over a folder of pictures, as in ImageNet-C
+  acclimate corrupt photos/ out/ --corruptions fog --severities 5
+                                        fog over a folder of images, as in ImageNet-C
   acclimate methods                     all methods: what each adapts, and its paper
   acclimate methods dct                 one method with its options and their defaults
   acclimate inspect tuesday.safetensors what a state file holds
@@ -27,7 +33,14 @@ in Python:
 """
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def command_modules() -> list[ModuleType]:
+    """Return the modules of all commands, in the order of the list."""
+    found = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
+    return sorted((import_module(f"{__name__}.{name}") for name in found), key=lambda module: module.POSITION)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser with all commands."""
     parser = argparse.ArgumentParser(
         prog="acclimate",
         description="Vision transformers that adapt to a new domain while they predict.",
@@ -36,18 +49,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"acclimate {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (bench, table, report, analyze, paper, data, train, prompts, statistics, corrupt, dda, methods):
-        command.add(commands)
+    for module in command_modules():
+        module.add(commands)
+    return parser
 
-    given = parser.parse_args(arguments)
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, and return its exit code."""
+    given = build_parser().parse_args(arguments)
     # threads of OpenMP that spin while they wait are no faster alone, and many times slower beside other work
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        given.run(given)
+        return given.run(given) or 0
     except AcclimateError as error:
         print(f"acclimate: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("\nacclimate: interrupted. What was finished is whole; the same command goes on from there.", file=sys.stderr)
+        print("\nacclimate: interrupted. What was finished is kept; the same command goes on from there.", file=sys.stderr)
         return 130
-    return 0

@@ -5,22 +5,22 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ._words import Commands, listed, method_list, numbers, words
+from ._arguments import Commands, add_data, add_model, add_selection, floats, integers, methods, names, new_command, split
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..evaluation.results import Results
-
+POSITION = 10
 EPILOG = """\
 examples:
   acclimate bench                                     source, tent, sar and dct under four corruptions
   acclimate bench --full --seeds 0,1,2                all 15 corruptions, mean and deviation over three orders
-  acclimate bench --methods source,dct --setting continual+label-shift --corruptions fog,snow,frost
+  acclimate bench --methods source,dct --settings continual+label-shift --corruptions fog,snow,frost
+  acclimate bench --methods source,mine.py            a method of your own, in a file that registers it
 
   acclimate bench --data imagenet-c --root /data/ImageNet-C --model vit_base_patch16_224.augreg_in21k_ft_in1k \\
-      --setting normal,label-shift,bs1 --seeds 2021,2022,2023
-  acclimate bench --data folder --root photos/ --corruptions fog,snow --severity 3 --model art.safetensors
+      --settings normal,label-shift,bs1 --seeds 2021,2022,2023
+  acclimate bench --data folder --root photos/ --corruptions clean,fog,snow --severities 3 --model art.safetensors
 
   acclimate bench ... --jobs 4                        four processes on this machine
   acclimate bench ... --on ray                        tasks on a Ray cluster (RAY_ADDRESS), or on a local one
@@ -32,51 +32,34 @@ Finished runs are kept in --out and not run again; `acclimate table runs/` makes
 
 
 def add(commands: Commands) -> None:
-    bench = commands.add_parser(
+    """Add the command to the parser."""
+    bench = new_command(
+        commands,
         "bench",
         help="compare methods, on the bundled images or on yours",
         description="Compare methods under domain shift; without arguments on the bundled ViT and images (Fashion-MNIST), "
         "under corruptions unknown to it. Every method meets the same images in the same order.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = bench.add_argument_group("what")
     what.add_argument(
-        "--methods", default="source,tent,sar,dct", metavar="LIST", help="default: %(default)s; with options: dct:lr=0.01"
+        "--methods",
+        metavar="LIST",
+        help="default: source,tent,sar,dct; with options: dct:lr=0.01; from a file: mine.py",
     )
-    what.add_argument(
-        "--model", default="bundled", metavar="NAME", help="timm's name with its tag, or a file of train-source"
-    )
-    what.add_argument("--weights", metavar="FILE", help="local weights for a model of timm's, instead of a download")
+    add_model(what)
     what.add_argument(
         "--source-statistics",
         metavar="FILES",
-        help="for methods that need them: of source-statistics for eata and cfa, of train-prompts for dept-g",
+        help="for methods that need them: of source-statistics for eata, cfa and foa, of train-prompts for dept-g",
     )
-    what.add_argument("--data", default="bundled", metavar="NAME", help="`acclimate data list` shows them")
-    what.add_argument("--root", metavar="DIR", help="where the data set is")
-    what.add_argument("--corruptions", metavar="LIST", help="default: all 15; of the bundled images one of each family")
+    add_data(what)
+    add_selection(what)
     what.add_argument("--full", action="store_true", help="all 15 corruptions of ImageNet-C on the bundled images")
-    what.add_argument(
-        "--severity",
-        metavar="LIST",
-        help="default: 5; of the bundled images 2, where the source model is right 6 times in 10",
-    )
-    what.add_argument("--domains", metavar="LIST", help="of Office-Home; default: all")
-    what.add_argument(
-        "--constants",
-        metavar="WHOSE",
-        help="how strong a severity made on the fly is: imagenet-c or cifar-10-c; default: by size, for the bundled images "
-        "imagenet-c",
-    )
-    what.add_argument(
-        "--images", type=int, metavar="N", help="of each domain; default: all, of the bundled ones 2000 (at most 8000)"
-    )
-    what.add_argument("--partial", action="store_true", help="take a data set that is not complete")
 
     how = bench.add_argument_group("how")
     how.add_argument(
-        "--setting",
+        "--settings",
         default="normal",
         metavar="LIST",
         help="normal, bs1, label-shift, mixed, continual, gradual, or several joined by +; default: %(default)s",
@@ -87,11 +70,19 @@ def add(commands: Commands) -> None:
         "--order", metavar="FILE", help="index file (.npy) of a label-shift stream, as SAR's authors share theirs"
     )
     how.add_argument(
-        "--defaults", action="store_true", help="the methods' own defaults, not the options tuned for the bundled model"
+        "--tuned",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="take options that were tuned for the model, which the bundled one has, or the methods' own defaults",
     )
     how.add_argument("--reference", action="store_true", help="every method as its authors' code, quirks included; no guard")
     how.add_argument("--predict", default="before", metavar="WHEN", help="before (as the papers' code) or after the update")
-    how.add_argument("--no-guard", action="store_true", help="do not watch for collapse; the papers' code does not")
+    how.add_argument(
+        "--guard",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="watch for collapse, which the papers' code does not",
+    )
     how.add_argument("--precision", default="float32", metavar="TYPE", help="float32, bfloat16 or float16")
 
     where = bench.add_argument_group("where")
@@ -112,11 +103,13 @@ def add(commands: Commands) -> None:
 def _bench(given: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from ..data import bundled
+    from ..core.registry import DEFAULT_METHODS
     from ..data.corruptions import CORRUPTIONS
     from ..errors import ConfigError
     from ..evaluation.bench import bench
+    from ..evaluation.grid import Execution
     from ..evaluation.spec import Protocol
+    from ..report.terminal import show
 
     if given.full and (given.corruptions is not None or given.data != "bundled"):
         raise ConfigError("--full is all corruptions of the bundled images: leave out --corruptions and --data.")
@@ -128,60 +121,50 @@ def _bench(given: argparse.Namespace) -> None:
         given.model,
         given.data,
         given.root,
-        methods=method_list(given.methods),
-        settings=listed("setting", given.setting),
-        seeds=numbers("seeds", given.seeds),
-        corruptions=CORRUPTIONS if given.full else given.corruptions and listed("corruptions", given.corruptions),
-        severities=given.severity and numbers("severity", given.severity),
-        domains=given.domains and listed("domains", given.domains),
+        methods=methods(given.methods) if given.methods is not None else DEFAULT_METHODS,
+        settings=names("settings", given.settings),
+        seeds=integers("seeds", given.seeds),
+        corruptions=CORRUPTIONS if given.full else given.corruptions and names("corruptions", given.corruptions),
+        severities=given.severities and integers("severities", given.severities),
+        domains=given.domains and names("domains", given.domains),
         images=given.images,
+        constants=given.constants,
+        partial=given.partial,
         batch_size=given.batch_size,
         order=given.order,
-        partial=given.partial,
-        constants=given.constants,
-        tuned=not given.defaults,
+        tuned=given.tuned,
         reference=given.reference,
-        protocol=Protocol(given.predict, not (given.no_guard or given.reference), given.precision),
-        source_statistics=words(given.source_statistics) or None,
         weights=given.weights,
-        device=given.device,
-        threads=given.threads,
-        workers=given.workers,
-        store=given.out,
-        again=given.fresh,
-        shard=(int(shard[0]), int(shard[1])),
-        jobs=given.jobs,
-        on=given.on,
-        gpus=given.gpus,
+        mean=given.mean and floats("mean", given.mean),
+        std=given.std and floats("std", given.std),
+        source_statistics=split(given.source_statistics) or None,
+        protocol=Protocol(given.predict, given.guard and not given.reference, given.precision),
+        execution=Execution(
+            given.device,
+            given.threads,
+            given.workers,
+            given.jobs,
+            given.on,
+            given.gpus,
+            (int(shard[0]), int(shard[1])),
+        ),
+        out=given.out,
+        fresh=given.fresh,
         console=console if console.is_terminal else Console(stderr=True),
     )
     show(results, console)
     found = sum(outcome.found for outcome in results)
     earlier = f"; {found} of {len(results)} were found there (--fresh runs them again)" if found else ""
-    if given.model == "bundled" and not given.reference:
-        tuned = [] if given.defaults else [o.spec.method for o in results if o.spec.method in bundled.tuned()]
-        whose = f"With options tuned on four other corruptions: {', '.join(dict.fromkeys(tuned))}. " if tuned else ""
-        console.print(f"{whose}{'Others with' if tuned else 'With'} default options.")
+    if given.tuned and not given.reference:
+        _say_tuned(given.model, [outcome.spec.method for outcome in results], console)
     console.print(f"Results: {given.out}/{earlier}. Other tables of them: acclimate table {given.out} --help")
 
 
-def show(results: Results, console: Console, *, mix: bool = False) -> None:
-    """A table for each setting, with what there is to say about it."""
-    from ..evaluation.tables import fingerprint, terminal
+def _say_tuned(model: str, used: list[str], console: Console) -> None:
+    """Say which methods had options that were tuned for the model, if any were."""
+    from ..models.loading import source_model
 
-    for setting, grid in results.grids(mix=mix).items():
-        samples = {outcome.result.samples for outcome in grid.outcomes}
-        count = f"{min(samples)}" if len(samples) == 1 else f"{min(samples)} to {max(samples)}"
-        console.print(terminal(grid, f"Top-1 in %: {setting}, {grid.severities}{count} images a stream, {grid.model}"))
-        looks = fingerprint(grid)
-        if looks is not None and looks.nearest is not None:
-            console.print(f"Source {looks.verdict}.", style="dim")
-        if looks is not None and looks.warning:
-            console.print(f"Warning: {looks.warning}", style="bold yellow")
-    for outcome in results:
-        events = outcome.result.events if outcome.spec.method != "source" else []
-        if events:
-            (step, event), where = events[0], ", ".join(outcome.spec.domains[:2])
-            console.print(
-                f"{outcome.spec.method} on {where}: {len(events)} events, first at step {step}: {event}", style="yellow"
-            )
+    chosen = source_model(model).options(64, True)
+    tuned = [method for method in dict.fromkeys(used) if method in chosen]
+    if tuned:
+        console.print(f"With options tuned on four other corruptions: {', '.join(tuned)}. Others with default options.")

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import argparse
 
-from ._words import Commands, listed
+from ._arguments import Commands, integers, names, new_command
 
+POSITION = 50
 EPILOG = """\
 examples:
   acclimate data list                                              the data sets that are known, and their layouts
   acclimate data check --data imagenet-c --root /data/ImageNet-C   is everything there?
-  acclimate data check --data folder --root photos/ --open-pictures
-                                                                   and can every picture be read?
+  acclimate data check --data folder --root photos/ --open-images
+                                                                   and can every image be read?
 """
 
 
 def add(commands: Commands) -> None:
-    data = commands.add_parser(
+    """Add the command to the parser."""
+    data = new_command(
+        commands,
         "data",
         help="list the known data sets, or check one on disk",
         description="List the known data sets and how they lie on disk, or check one that is there.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parts = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
@@ -38,10 +40,13 @@ def add(commands: Commands) -> None:
     check.add_argument("--root", required=True, metavar="DIR", help="where it is")
     check.add_argument("--corruptions", metavar="LIST", help="those that must be there; default: the 15")
     check.add_argument(
-        "--severities", metavar="LIST", help="those that must be there; default: 5, and others are checked if they are there"
+        "--severities",
+        "--severity",
+        metavar="LIST",
+        help="those that must be there; default: 5, and others are checked if they are there",
     )
     check.add_argument("--file-list", metavar="FILE", help="of visda-2021, from DIR")
-    check.add_argument("--open-pictures", action="store_true", help="read every picture, too")
+    check.add_argument("--open-images", action="store_true", help="read every image, too")
     check.set_defaults(run=_check)
 
 
@@ -49,13 +54,13 @@ def _list() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..data.layouts import LAYOUTS
+    from ..data.catalog import data_sets
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("data set", "what", "below its root", "from"):
         table.add_column(column, overflow="fold", no_wrap=column == "data set")
-    for name, layout in LAYOUTS.items():
-        table.add_row(name, layout.about, layout.shape, layout.source)
+    for name, entry in data_sets().items():
+        table.add_row(name, entry.about, entry.shape, entry.origin)
     Console().print(table)
 
 
@@ -64,28 +69,22 @@ def _check(given: argparse.Namespace) -> None:
     from rich.table import Table
 
     from ..data.catalog import check_data
-    from ..errors import ConfigError
 
-    words = listed("severities", given.severities) if given.severities else None
-    try:
-        severities = None if words is None else [int(word) for word in words]
-    except ValueError:
-        raise ConfigError(f"--severities {given.severities}: give numbers from 1 to 5, separated by commas.") from None
     console = Console()
     report = check_data(
         given.data,
         given.root,
-        corruptions=given.corruptions and listed("corruptions", given.corruptions),
-        severities=severities,
+        corruptions=given.corruptions and names("corruptions", given.corruptions),
+        severities=given.severities and integers("severities", given.severities),
         file_list=given.file_list,
-        open_pictures=given.open_pictures,
+        open_images=given.open_images,
         console=console,
     )
     if not any(row.labels for row in report.rows):
         raise report.error()
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("domain")
-    for column in ("pictures", "expected", "classes"):
+    for column in ("images", "expected", "classes"):
         table.add_column(column, justify="right")
     table.add_column("")
     for row in report.rows:
@@ -93,7 +92,7 @@ def _check(given: argparse.Namespace) -> None:
         if row.problems:
             state = "[red]not complete[/]" if row.labels else "[red]not there[/]"
         expected = "any" if row.expected is None else str(row.expected)
-        table.add_row(row.title, str(len(row.labels)), expected, str(len(set(row.labels))), state)
+        table.add_row(str(row.key), str(len(row.labels)), expected, str(len(set(row.labels))), state)
     console.print(table)
     for problem in report.problems:
         console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import argparse
 
-from ._words import Commands
+from ._arguments import Commands, new_command
 
+POSITION = 150
 EPILOG = """\
 examples:
   acclimate dda imagenet-c/ generated/ --denoiser 256x256_diffusion_uncond.pt
   acclimate bench --data imagenet-c --root imagenet-c/ --methods dda:generated=generated --model NAME
-                                          DDA: each picture together with the generated one
+                                          DDA: each image together with the generated one
   acclimate bench --data imagenet-c --root imagenet-c/ --methods dda:denoiser=256x256_diffusion_uncond.pt --model NAME
-                                          the same, where pictures are generated on the way, at every run anew
+                                          the same, where images are generated on the way, at every run anew
 
 An interrupted run is taken up by giving the same command again.
 """
 
 
 def add(commands: Commands) -> None:
-    dda = commands.add_parser(
+    """Add the command to the parser."""
+    dda = new_command(
+        commands,
         "dda",
-        help="regenerate a folder of pictures with a diffusion model",
-        description="Write, for every picture below a folder, what a diffusion model makes of it as in DDA, in a tree of "
+        help="regenerate a folder of images with a diffusion model",
+        description="Write, for every image below a folder, what a diffusion model makes of it as in DDA, in a tree of "
         "the same shape.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    dda.add_argument("source", metavar="IN", help="a folder of pictures, in sub-folders or not")
+    dda.add_argument("source", metavar="IN", help="a folder of images, in sub-folders or not")
     dda.add_argument("target", metavar="OUT", help="where to write: OUT/<as in IN>.png")
     dda.add_argument(
         "--denoiser", required=True, metavar="FILE", help="weights of the diffusion model, *.pt or *.safetensors"
@@ -37,8 +39,8 @@ def add(commands: Commands) -> None:
     dda.add_argument("--factor", type=int, default=4, metavar="N", help="of the low-pass filter; default: %(default)s")
     dda.add_argument("--scale", type=float, default=6.0, metavar="X", help="of the guidance; default: %(default)s")
     dda.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
-    dda.add_argument("--batch-size", type=int, default=4, metavar="N", help="pictures at a time; default: %(default)s")
-    dda.add_argument("--skip-unreadable", action="store_true", help="leave out damaged pictures instead of stopping")
+    dda.add_argument("--batch-size", type=int, default=4, metavar="N", help="images at a time; default: %(default)s")
+    dda.add_argument("--skip-unreadable", action="store_true", help="leave out damaged images instead of stopping")
     dda.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
     dda.set_defaults(run=_generate)
 

@@ -1,22 +1,17 @@
-"""`acclimate methods`, `inspect` and `check`."""
+"""`acclimate methods`."""
 
 from __future__ import annotations
 
-from ._words import Commands
+from ._arguments import Commands
+
+POSITION = 100
 
 
 def add(commands: Commands) -> None:
+    """Add the command to the parser."""
     methods = commands.add_parser("methods", help="list the methods, or explain one")
-    methods.add_argument("name", nargs="?", metavar="NAME", help="explain this method and its options")
+    methods.add_argument("name", nargs="?", metavar="NAME", help="a method, or a Python file that registers one")
     methods.set_defaults(run=lambda given: _explain(given.name) if given.name else _list())
-
-    inspect = commands.add_parser("inspect", help="show what a state file holds")
-    inspect.add_argument("file", metavar="FILE", help="a file written by Adapter.save()")
-    inspect.set_defaults(run=lambda given: _inspect(given.file))
-
-    check = commands.add_parser("check", help="run the conformance suite on a method")
-    check.add_argument("method", metavar="METHOD", help="a method's name, or a Python file that registers some")
-    check.set_defaults(run=lambda given: _check(given.method))
 
 
 def _list() -> None:
@@ -61,33 +56,3 @@ def _explain(name: str) -> None:
     print(f"{name} ({cls.info.paper}); adapts {cls.info.adapts}\n\n{inspect.cleandoc(cls.__doc__ or '')}\n")
     defaults = ", ".join(f"{option}={p.default!r}" for option, p in cls.options().items())
     print(f"acclimate.adapt(model, {name!r}, {defaults})")
-
-
-def _inspect(path: str) -> None:
-    import json
-
-    from ..core.statefile import read
-
-    tensors, header = read(path)
-    print(json.dumps(header, indent=2))
-    size = sum(t.numel() * t.element_size() for t in tensors.values())
-    print(f"{len(tensors)} tensors, {size / 2**20:.1f} MiB")
-
-
-def _check(method: str) -> None:
-    from ..core.registry import list_methods
-    from ..errors import ConfigError
-    from ..testing.check import check_method
-
-    names = [method]
-    if method.endswith(".py"):
-        import runpy
-
-        known = set(list_methods())
-        runpy.run_path(method)
-        names = [name for name in list_methods() if name not in known]
-        if not names:
-            raise ConfigError(f"{method} registers no method: decorate a class with acclimate.register(...).")
-    for name in names:
-        for where, outcome in check_method(name).items():
-            print(f"{name}  {where}: {outcome}")

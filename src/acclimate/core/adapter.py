@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import __version__
 from ..errors import ConfigError, InputError, ModelError, NonFiniteError, StateError
 from ..models.fingerprint import fingerprint, require_same
-from ..models.normalisation import normalisation, unknown_normalisation
+from ..models.normalisation import model_normalisation, unknown_normalisation
 from . import statefile
 from .engine import Engine, entropy
 from .method import Method, Setup, Step
@@ -97,7 +97,7 @@ class Adapter(nn.Module):
     def _attached(self, method: Method, options: Options, statistics: SourceStatistics | None, ranks: Alone) -> Engine:
         """Attach the method to the model, and return the engine that passes it."""
         model, vit = self._wrapped.model, self._wrapped.vit
-        known = normalisation(vit, options.mean, options.std)
+        known = model_normalisation(vit, options.mean, options.std)
         if method.info.augments and known is None:
             raise unknown_normalisation(type(model).__name__)
         self._fingerprint: dict[str, str] | None = None

@@ -56,6 +56,14 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
     return tensors, header
 
 
+def read_kind(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the header of a file of one kind; a file of another kind is a `StateError`."""
+    tensors, header = read(path)
+    if header.get("kind") != kind:
+        raise StateError(f"{path} is no {kind} that acclimate trained, but a {header.get('kind', 'state file')}.")
+    return tensors, header
+
+
 def digest(tensors: Mapping[str, Tensor], text: str) -> str:
     """Return the SHA-256 of tensors, which are on the CPU, with their names, and of what is said about them."""
     content = hashlib.sha256(text.encode())

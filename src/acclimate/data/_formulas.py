@@ -2,7 +2,7 @@
 
 A function takes uint8 images (N, height, width, 3), one source of random numbers per image and the constants of a severity,
 and returns values from 0 to 255 that are still to be clipped and cut to whole levels. It draws in the order of the package
-`imagecorruptions`, so that with that package's generator it repeats its pictures.
+`imagecorruptions`, so that with that package's generator it repeats its images.
 """
 
 from __future__ import annotations

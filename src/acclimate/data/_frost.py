@@ -23,15 +23,15 @@ DRAWN = 5  # of the six photographs: ImageNet-C's own generator never draws the 
 
 
 class Textures:
-    """Pictures of ice of which random crops are taken, and the files they are from."""
+    """Images of ice of which random crops are taken, and the files they are from."""
 
-    def __init__(self, pictures: list[Array], files: Sequence[Path] = ()) -> None:
-        self.pictures, self.files = pictures, files
+    def __init__(self, images: list[Array], files: Sequence[Path] = ()) -> None:
+        self.images, self.files = images, files
 
     def __call__(self, rng: Random, height: int, width: int, scale: float) -> Array:
-        """A crop; the picture is scaled, and further enlarged where it does not cover the image."""
-        which = int(rng.integers(0, len(self.pictures)))
-        tall, wide = self.pictures[which].shape[:2]
+        """A crop; the image is scaled, and further enlarged where it does not cover the image."""
+        which = int(rng.integers(0, len(self.images)))
+        tall, wide = self.images[which].shape[:2]
         covering = max(height / tall, width / wide)
         grown = _scaled(self, which, max(scale * max(1.0, covering), covering))
         top = int(rng.integers(0, max(1, grown.shape[0] - height)))
@@ -41,14 +41,14 @@ class Textures:
 
 @functools.lru_cache(maxsize=8)  # a set of five at one size, and not many more: they can be as large as photographs
 def _scaled(textures: Textures, which: int, scale: float) -> Array:
-    picture = textures.pictures[which]
-    size = (int(np.ceil(picture.shape[1] * scale)), int(np.ceil(picture.shape[0] * scale)))
-    return np.asarray(Image.fromarray(picture).resize(size, Image.Resampling.BICUBIC))
+    image = textures.images[which]
+    size = (int(np.ceil(image.shape[1] * scale)), int(np.ceil(image.shape[0] * scale)))
+    return np.asarray(Image.fromarray(image).resize(size, Image.Resampling.BICUBIC))
 
 
 @functools.lru_cache(maxsize=4)
 def photographs(folder: Path) -> Textures:
-    """The pictures frost1.png, frost2.png, ... of a folder, in the order of their names and up to the fifth."""
+    """The images frost1.png, frost2.png, ... of a folder, in the order of their names and up to the fifth."""
     files = sorted(path for path in folder.glob("frost*") if path.suffix.lower() in (".png", ".jpg", ".jpeg"))
     if not files:
         raise ConfigError(f"frost={str(folder)!r}: there is no frost1.png, frost2.png, ... in this folder.")

@@ -4,10 +4,10 @@
     adapter = acclimate.adapt(model, "dct", classes=data.classes)
     stream = Stream(data.domains[0])
 
-A picture's label is the place of its class in the full list of the data set's classes, never among the folders that happen
+An image's label is the place of its class in the full list of the data set's classes, never among the folders that happen
 to be there. What is missing or has another name is an error that says what was expected, what was found and where to get it.
 
-| pictures | become |
+| images | become |
 |---|---|
 | photographs | shorter side 256, of which the central 224 x 224; for a model of another size by its own `crop_pct` |
 | ImageNet-C, stored at 224 x 224 | as they are; for a model of another size resized |
@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -31,11 +32,13 @@ from rich.progress import Progress
 from torch import nn
 
 from ..errors import ConfigError, InputError, UnreadableError, nearest, some
+from . import bundled
 from .corruptions import CORRUPTIONS, SEVERITIES, Corruption, require_valid
-from .datasets import Domain, title
-from .disk import Arrays, Files, Preprocess, input_of, read_rgb
+from .disk import Arrays, Files, read_rgb
+from .domains import CLEAN, Corrupted, Domain, DomainKey, Subset
 from .folder import AnyPath
 from .layouts import LAYOUTS, Layout, Row, read_list, survey, synsets
+from .preprocess import Preprocess, input_of
 
 SEVERITY = 5  # the papers'
 
@@ -48,23 +51,237 @@ class Data:
     domains: list[Domain]
     class_names: Sequence[str]  # by label: the folders' names, or numbers where there are none
     classes: list[int] | None = None  # columns of the model's head that exist here, for `acclimate.adapt`; None: all
-    unknown: int | None = None  # the label of pictures of no class: whatever is predicted for them is wrong
+    unknown: int | None = None  # the label of images of no class: whatever is predicted for them is wrong
+    opener: Callable[[DomainKey], Domain] | None = field(default=None, compare=False)  # opens domains that are not in it
+    severity: int = SEVERITY  # at which a corruption hurts a model, where nothing else is asked for
 
     @property
     def num_classes(self) -> int:
-        """Labels are below this, or `unknown`."""
+        """Number of classes: labels are below this, or `unknown`."""
         return len(self.class_names)
 
+    def domain(self, name: str = CLEAN, severity: int | None = None) -> Domain:
+        """Return one domain: one of `domains`, or another one of the same images."""
+        key = DomainKey(name, None if name == CLEAN else severity or self.severity)
+        found = next((domain for domain in self.domains if domain.key == key), None)
+        if found is not None:
+            return found
+        if self.opener is None:
+            raise ConfigError(f"{self.name} has no domain {key}. There are: {', '.join(str(d.key) for d in self.domains)}.")
+        return self.opener(key)
+
     def pairs(self) -> list[tuple[Domain, Domain]]:
-        """Every domain as source with every other one as target: Office-Home's 12."""
+        """Return every domain as source with every other one as target: Office-Home's 12."""
         return list(itertools.permutations(self.domains, 2))
 
     def __repr__(self) -> str:
-        names = [title(domain) for domain in self.domains]
+        names = [str(domain.key) for domain in self.domains]
         shown = ", ".join(names) if len(names) <= 4 else f"{names[0]} ... {names[-1]} ({len(names)} domains)"
-        pictures = sum(len(domain.labels) for domain in self.domains)
+        images = sum(len(domain.labels) for domain in self.domains)
         part = "" if self.classes is None else ", a part of the model's"
-        return f"<Data {self.name}: {shown}; {pictures} pictures; {self.num_classes} classes{part}>"
+        return f"<Data {self.name}: {shown}; {images} images; {self.num_classes} classes{part}>"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which part of a data set is wanted, and how images that are corrupted on the fly are made.
+
+    Args:
+        corruptions: Of ImageNet-C and CIFAR-C which to open; default: the 15. Of clean images which to make on the fly;
+            "clean" is the images themselves.
+        severities: Of each corruption; default: 5, for the bundled images 2.
+        domains: Of Office-Home which to open; default: all four.
+        images: So many of each domain, always the same ones; default: all, for the bundled images 2000.
+        partial: Take a data set that is not complete, or has more than belongs to it, which is left out.
+        constants: How strong a severity is that is made on the fly: "imagenet-c" or "cifar-10-c"; default: by size.
+        seed: Of corruptions made on the fly.
+        frost: A folder with photographs of ice for the corruption frost; default: ice of our own.
+        file_list: Of VisDA-2021, as a path from the root. Labels from 1000 on mean no class: see `Data.unknown`.
+    """
+
+    corruptions: Sequence[str] | None = None
+    severities: Sequence[int] | None = None
+    domains: Sequence[str] | None = None
+    images: int | None = None
+    partial: bool = False
+    constants: str | None = None
+    seed: int = 0
+    frost: AnyPath | None = None
+    file_list: AnyPath | None = None
+
+    def keys(self, corruptions: Sequence[str], severity: int) -> list[DomainKey]:
+        """Return the corruptions and severities that are wanted, or by default these; clean images have no severity."""
+        names = corruptions if self.corruptions is None else self.corruptions
+        severities = (severity,) if self.severities is None else self.severities
+        keys = [DomainKey(name, None if name == CLEAN else s) for name in names for s in severities]
+        if not keys:
+            raise ConfigError("No corruption or no severity is given: name at least one of each.")
+        for key in keys:
+            if key.severity is not None:
+                require_valid(key.name, key.severity, self.seed, self.constants)
+        return list(dict.fromkeys(keys))
+
+    def corruption(self, key: DomainKey) -> Corruption | None:
+        """Return a corruption made on the fly; None for clean images."""
+        if key.severity is None:
+            return None
+        ice = None if self.frost is None else os.fspath(self.frost)
+        return Corruption(key.name, key.severity, self.seed, self.constants, ice)
+
+    def sampled(self, domain: Domain) -> Domain:
+        """Return as many images of a domain as are wanted."""
+        return domain if self.images is None else Subset.sample(domain, self.images)
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """An entry of the catalogue of data sets.
+
+    Args:
+        about: What it shows.
+        shape: What is below its root, for people.
+        origin: Where to get it.
+        open: Opens it below a root for a model, or for images that are prepared in a known way.
+        has_root: Whether it is a folder on disk.
+    """
+
+    about: str
+    shape: str
+    origin: str
+    open: Callable[[Path, nn.Module | Preprocess, Selection, Sequence[float] | None, Sequence[float] | None], Data]
+    has_root: bool = True
+
+
+def data_sets() -> dict[str, DataSet]:
+    """Return the catalogue of data sets, by name."""
+    about, shape = "Fashion-MNIST's test images, 28 x 28 pixels", "nothing: they are part of acclimate"
+    own = {bundled.NAME: DataSet(about, shape, "this package", _open_bundled, has_root=False)}
+    return own | {
+        name: DataSet(layout.about, layout.shape, layout.source, partial(_open_layout, name))
+        for name, layout in LAYOUTS.items()
+    }
+
+
+def open_data(
+    name: str,
+    root: AnyPath | None,
+    model: nn.Module | Preprocess,
+    selection: Selection | None = None,
+    *,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> Data:
+    """Open a data set, prepared for a model.
+
+    Args:
+        name: A name in the catalogue; `acclimate data list` explains them.
+        root: Its folder; None for the bundled images.
+        model: Decides size and normalisation of the images, and its head which columns the labels stand for. Or a
+            `Preprocess`, which is used as it is; the classes of ImageNet are then columns of a head of 1000.
+        selection: Which part of it; default: its usual domains, whole.
+        mean: Normalisation, for a model whose configuration does not say it.
+        std: The standard deviations of that normalisation.
+    """
+    known = data_sets()
+    if name not in known:
+        raise ConfigError(f"Unknown data set {name!r}.{nearest(str(name).lower(), known, 0.5)} Known: {', '.join(known)}.")
+    if known[name].has_root != (root is not None):
+        raise ConfigError(
+            f"data={name!r}: say in which folder it is (root=; on the command line --root)."
+            if root is None
+            else f"data={name!r} is part of acclimate: leave out root=."
+        )
+    if isinstance(model, Preprocess) and (mean is not None or std is not None):
+        raise ConfigError("mean= and std= go with a model; a Preprocess has its own.")
+    return known[name].open(Path(root or "."), model, selection or Selection(), mean, std)
+
+
+def _open_layout(
+    name: str,
+    root: Path,
+    model: nn.Module | Preprocess,
+    chosen: Selection,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+) -> Data:
+    """Open a data set that is on disk in one of the known layouts."""
+    layout = _layout(name, chosen.file_list)
+    clean = not layout.severities and len(layout.places) == 1  # images that can be corrupted on the fly
+    on_the_fly = clean and chosen.corruptions is not None
+    if not on_the_fly and (chosen.constants is not None or chosen.frost is not None):
+        raise ConfigError("constants= and frost= are for corruptions that are made on the fly, of clean images.")
+    made = chosen.keys(CORRUPTIONS, SEVERITY) if on_the_fly else [None]
+    wanted = _wanted(name, layout, replace(chosen, corruptions=None, severities=None) if on_the_fly else chosen)
+    head = None
+    if isinstance(model, Preprocess):
+        preprocess = model
+    else:
+        takes = input_of(model, mean=mean, std=std)
+        preprocess, head = layout.preprocess(takes), takes.classes
+
+    rows, names = survey(layout, root, wanted)
+    report = Report(name, root, rows)
+    if not all(row.labels for row in rows) or (report.problems and not chosen.partial):
+        raise report.error()
+
+    def opened(row: Row, key: DomainKey | None) -> Domain:
+        severity = row.key.severity
+        if severity is not None and not row.paths:
+            start = SEVERITIES.index(severity) * len(row.labels)
+            return Arrays(row.where, row.labels, preprocess, name=row.key.name, severity=severity, start=start)
+        corruption = None if key is None else chosen.corruption(key)
+        called = CLEAN if on_the_fly else row.key.name
+        return Files(row.where, row.paths, row.labels, preprocess, name=called, severity=severity, corruption=corruption)
+
+    def open_one(key: DomainKey) -> Domain:
+        if clean:
+            return chosen.sampled(
+                Files(rows[0].where, rows[0].paths, rows[0].labels, preprocess, corruption=chosen.corruption(key))
+            )
+        if not layout.severities or key.severity is None:
+            raise ConfigError(f"{name} has no domain {key}: it has no clean images to corrupt.")
+        found, _ = survey(layout, root, [key])
+        if not found[0].labels or (found[0].problems and not chosen.partial):
+            raise Report(name, root, found).error()
+        return chosen.sampled(opened(found[0], None))
+
+    domains = [chosen.sampled(opened(row, key)) for row in rows for key in made]
+    unknown = len(names) if layout.read is read_list else None
+    return Data(name, domains, names, _columns(name, names, head), unknown, open_one)
+
+
+def _open_bundled(
+    root: Path,
+    model: nn.Module | Preprocess,
+    chosen: Selection,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+) -> Data:
+    """Open the bundled images, without those on which options were tuned."""
+    if chosen.domains is not None or chosen.file_list is not None or chosen.frost is not None:
+        raise ConfigError("domains=, file_list= and frost= do not go with the bundled images.")
+    everything = bundled.images()
+    most = len(everything.labels) - bundled.FOR_TUNING
+    count = min(2000, most) if chosen.images is None else chosen.images
+    if count > most:
+        raise ConfigError(f"images={count}: at most {most}; the options were tuned on the others.")
+    takes = model if isinstance(model, Preprocess) else input_of(model, mean=mean, std=std)
+    if not isinstance(takes, Preprocess) and (takes.size, takes.classes) != (bundled.SIZE, len(bundled.CLASSES)):
+        raise ConfigError(
+            f"The bundled images have {bundled.SIZE} x {bundled.SIZE} pixels and {len(bundled.CLASSES)} classes; this model "
+            f"takes {takes.size} x {takes.size} and has {takes.classes}: give data of its own (data=, root=)."
+        )
+    constants = chosen.constants or bundled.CONSTANTS
+
+    def opened(key: DomainKey) -> Domain:
+        shown = Corrupted(
+            everything, *key, mean=takes.mean, std=takes.std, seed=chosen.seed,
+            constants=None if key.severity is None else constants,
+        )  # fmt: skip
+        return Subset.sample(shown, count)
+
+    domains = [opened(key) for key in chosen.keys(bundled.SHOWN, bundled.SEVERITY)]
+    return Data(bundled.NAME, domains, bundled.CLASSES, None, None, opened, bundled.SEVERITY)
 
 
 @dataclass
@@ -81,7 +298,7 @@ class Report:
         where: dict[str, list[str]] = {}
         for row in self.rows:
             for problem in row.problems:
-                where.setdefault(problem, []).append(row.title)
+                where.setdefault(problem, []).append(str(row.key))
         everywhere = len(self.rows)
         return [p if len(titles) == everywhere else f"{some(titles)}: {p}" for p, titles in where.items()]
 
@@ -101,76 +318,6 @@ class Report:
         )
 
 
-def open_data(
-    name: str,
-    root: AnyPath,
-    model: nn.Module | Preprocess,
-    *,
-    corruptions: Sequence[str] | None = None,
-    severities: Sequence[int] | None = None,
-    domains: Sequence[str] | None = None,
-    file_list: AnyPath | None = None,
-    partial: bool = False,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    seed: int = 0,
-    constants: str | None = None,
-    frost: AnyPath | None = None,
-) -> Data:
-    """A data set on disk, prepared for a model.
-
-    Args:
-        name: One of `LAYOUTS`; `acclimate data list` explains them.
-        root: Its folder.
-        model: Decides size and normalisation of the pictures, and its head which columns the labels stand for. Or a
-            `Preprocess`, which is used as it is; the classes of ImageNet are then columns of a head of 1000.
-        corruptions: Of ImageNet-C and CIFAR-C which to open; default: the 15. Of clean pictures which to make on the fly.
-        severities: Of each corruption; default: 5.
-        domains: Of Office-Home which to open; default: all four.
-        file_list: Of VisDA-2021, as a path from the root. Labels from 1000 on mean no class: see `Data.unknown`.
-        partial: Take a data set that is not complete, or has more than belongs to it, which is left out.
-        mean: Normalisation, for a model whose configuration does not say it; so `std`.
-        std: See `mean`.
-        seed: Of corruptions made on the fly, as for `corrupt`; so `constants` and `frost`.
-        constants: See `seed`.
-        frost: See `seed`.
-    """
-    layout = _layout(name, file_list)
-    made: list[Corruption | None] = [None]
-    if corruptions is not None and len(layout.places) == 1:
-        ice = None if frost is None else os.fspath(frost)
-        made = [Corruption(c, s, seed, constants, ice) for c, s in _choice(corruptions, severities)]
-        corruptions = severities = None
-    elif constants is not None or frost is not None:
-        raise ConfigError("constants= and frost= are for corruptions that are made on the fly, of clean pictures.")
-    wanted = _wanted(name, layout, corruptions, severities, domains)
-    head = None
-    if isinstance(model, Preprocess):
-        preprocess = model
-        if mean is not None or std is not None:
-            raise ConfigError("mean= and std= go with a model; a Preprocess has its own.")
-    else:
-        takes = input_of(model, mean=mean, std=std)
-        preprocess, head = layout.preprocess(takes), takes.classes
-
-    rows, names = survey(layout, Path(root), wanted)
-    report = Report(name, Path(root), rows)
-    if not all(row.labels for row in rows) or (report.problems and not partial):
-        raise report.error()
-    classes = _columns(name, names, head)
-    opened: list[Domain] = []
-    for row in rows:
-        here, labels, which, severity = row.where, row.labels, row.name, row.severity
-        if severity is not None and not row.paths:
-            start = SEVERITIES.index(severity) * len(labels)
-            opened.append(Arrays(here, labels, preprocess, name=which, severity=severity, start=start))
-            continue
-        for corruption in made:
-            files = Files(here, row.paths, labels, preprocess, name=which, severity=severity, corruption=corruption)
-            opened.append(files)
-    return Data(name, opened, names, classes, unknown=len(names) if layout.read is read_list else None)
-
-
 def check_data(
     name: str,
     root: AnyPath,
@@ -179,7 +326,7 @@ def check_data(
     severities: Sequence[int] | None = None,
     domains: Sequence[str] | None = None,
     file_list: AnyPath | None = None,
-    open_pictures: bool = False,
+    open_images: bool = False,
     console: Console | None = None,
 ) -> Report:
     """What there is of a data set. Bad data is reported, not raised.
@@ -193,26 +340,26 @@ def check_data(
         severities: See `name`.
         domains: See `name`.
         file_list: See `name`.
-        open_pictures: Decode every picture file, too.
+        open_images: Decode every image file, too.
         console: Shows progress if it is a terminal.
     """
     layout, root = _layout(name, file_list), Path(root)
-    wanted = _wanted(name, layout, corruptions, severities, domains)
+    wanted = _wanted(name, layout, Selection(corruptions, severities, domains))
     absent = []
     if layout.severities and corruptions is None and severities is None:
-        everything = [(corruption, severity) for corruption in layout.places for severity in SEVERITIES]
-        absent = [which for which in everything if which not in wanted and not layout.place(root, *which).exists()]
+        everything = [DomainKey(corruption, severity) for corruption in layout.places for severity in SEVERITIES]
+        absent = [key for key in everything if key not in wanted and not layout.place(root, key).exists()]
         wanted = [which for which in everything if which not in absent]
     rows, _ = survey(layout, root, wanted)
-    if open_pictures:
+    if open_images:
         _open_all(rows, console)
-    return Report(name, root, rows, [f"{corruption}/{severity}" for corruption, severity in absent])
+    return Report(name, root, rows, [str(key) for key in absent])
 
 
 def _layout(name: str, file_list: AnyPath | None) -> Layout:
     if name not in LAYOUTS:
         near = nearest(str(name).lower(), LAYOUTS, 0.5)
-        raise ConfigError(f"Unknown data set {name!r}.{near} Known: {', '.join(LAYOUTS)}.")
+        raise ConfigError(f"Unknown data set {name!r} on disk.{near} Known: {', '.join(LAYOUTS)}.")
     layout = LAYOUTS[name]
     if file_list is None:
         return layout
@@ -221,37 +368,24 @@ def _layout(name: str, file_list: AnyPath | None) -> Layout:
     return replace(layout, places={name: (os.fspath(file_list),)})
 
 
-def _choice(corruptions: Sequence[str] | None, severities: Sequence[int] | None) -> list[tuple[str, int]]:
-    corruptions = CORRUPTIONS if corruptions is None else corruptions
-    chosen = [(c, s) for c in corruptions for s in ((SEVERITY,) if severities is None else severities)]
-    if not chosen:
-        raise ConfigError("No corruption or no severity is given: name at least one of each.")
-    for corruption, severity in chosen:
-        require_valid(corruption, severity, 0, None)
-    return chosen
-
-
-def _wanted(
-    name: str,
-    layout: Layout,
-    corruptions: Sequence[str] | None,
-    severities: Sequence[int] | None,
-    domains: Sequence[str] | None,
-) -> Sequence[tuple[str, int | None]]:
-    """Domains on disk by name and severity."""
-    if domains is not None and (layout.severities or len(layout.places) == 1):
+def _wanted(name: str, layout: Layout, chosen: Selection) -> Sequence[DomainKey]:
+    """Return the domains that are to be on disk."""
+    if chosen.domains is not None and (layout.severities or len(layout.places) == 1):
         raise ConfigError(f"domains= does not go with {name}; that is for office-home.")
     if layout.severities:
-        return _choice(corruptions, severities)
-    if corruptions is not None or severities is not None:
+        keys = chosen.keys(CORRUPTIONS, SEVERITY)
+        if any(key.severity is None for key in keys):
+            raise ConfigError(f"{name} has no clean images: leave out {CLEAN!r}, or take it from the clean data set.")
+        return keys
+    if chosen.corruptions is not None or chosen.severities is not None:
         also = " without corruptions=, which are made on the fly" if len(layout.places) == 1 else ""
         raise ConfigError(f"{name} has no corruptions on disk: severities= makes no sense{also}.")
-    chosen = list(layout.places if domains is None else domains)
-    for domain in chosen:
+    domains = list(layout.places if chosen.domains is None else chosen.domains)
+    for domain in domains:
         if domain not in layout.places:
             near = nearest(str(domain), layout.places, 0.5)
             raise ConfigError(f"{name} has no domain {domain!r}.{near} There are: {', '.join(layout.places)}.")
-    return [(domain, None) for domain in chosen]
+    return [DomainKey(domain) for domain in domains]
 
 
 def _columns(name: str, names: Sequence[str], head: int | None) -> list[int] | None:
@@ -271,7 +405,7 @@ def _columns(name: str, names: Sequence[str], head: int | None) -> list[int] | N
 
 
 def _open_all(rows: list[Row], console: Console | None) -> None:
-    """Note the pictures that cannot be decoded."""
+    """Note the images that cannot be decoded."""
 
     def unreadable(file: Path) -> bool:
         try:
@@ -291,6 +425,6 @@ def _open_all(rows: list[Row], console: Console | None) -> None:
                     progress.advance(task)
                     found += [path] if broken else []
                 if found:
-                    row.problems.append(f"{len(found)} pictures cannot be read ({some(found)})")
+                    row.problems.append(f"{len(found)} images cannot be read ({some(found)})")
     finally:  # after Ctrl-C too
         pool.shutdown(cancel_futures=True)

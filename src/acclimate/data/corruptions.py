@@ -12,14 +12,13 @@ unless a folder with those is given.
 With CIFAR-10-C's constants two things are as in its own generator: elastic_transform has an affine part, without which
 its first severity would do nothing (one interpolation does both), and ice is shown at a fifth of its size.
 
-Every image has random numbers of its own, seeded by (seed, corruption, severity, index of the image): what becomes of it
+Every image has random indices of its own, seeded by (seed, corruption, severity, index of the image): what becomes of it
 does not depend on its batch, on the order or on the number of threads.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 import zlib
 from collections.abc import Iterable, Sequence
@@ -30,6 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..core.files import file_digest
 from ..errors import ConfigError, InputError, nearest, require_whole
 from . import _formulas as formulas
 from ._formulas import Random, Textures
@@ -38,17 +38,17 @@ from ._frost import ice, photographs
 Pixels = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int64]
 
-FAMILIES = {
+GROUPS = {
     "noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
     "blur": ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur"),
     "weather": ("snow", "frost", "fog", "brightness"),
     "digital": ("contrast", "elastic_transform", "pixelate", "jpeg_compression"),
 }
-CORRUPTIONS = tuple(name for names in FAMILIES.values() for name in names)
+CORRUPTIONS = tuple(name for names in GROUPS.values() for name in names)
 EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 SEVERITIES = (1, 2, 3, 4, 5)
 
-# What the numbers mean is written at the formulas. Severities 1 to 5.
+# What the indices mean is written at the formulas. Severities 1 to 5.
 CONSTANTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "imagenet-c": {
         "gaussian_noise": (0.08, 0.12, 0.18, 0.26, 0.38),
@@ -143,14 +143,14 @@ def corrupt(
         name: One of `CORRUPTIONS` or `EXTRA`.
         severity: From 1, weak, to 5, strong.
         seed: Of everything random.
-        indices: The images' numbers in their data set. Each draws its own random numbers by its number. Default 0, 1, 2, ...
+        indices: The images' indices in their data set. Each draws its own random indices by its number. Default 0, 1, 2, ...
         constants: How strong a severity is: "imagenet-c" or "cifar-10-c". Default by size, see `constants_for`.
         frost: A folder with the photographs of ice that ImageNet-C used (frost1.png, ...). Default ice of our own.
     """
     require_valid(name, severity, seed, constants)
     _require_images(images)
     batch = images if images.ndim == 4 else images[None]
-    numbers = _numbers(indices, len(batch))
+    indices = _numbers(indices, len(batch))
     constants = constants or constants_for(*batch.shape[1:3])
     textures = ice() if frost is None else photographs(Path(frost))
     key = zlib.crc32(name.encode())
@@ -162,17 +162,17 @@ def corrupt(
     step = max(1, CHUNK // batch[0].size)
     parts = [slice(start, start + step) for start in range(0, len(batch), step)]
     if len(parts) == 1:
-        out = apply(batch, name, severity, map(generator, numbers), constants=constants, textures=textures)
+        out = apply(batch, name, severity, map(generator, indices), constants=constants, textures=textures)
     else:
         out = np.empty_like(batch)
         for part in parts:
-            rngs = map(generator, numbers[part])
+            rngs = map(generator, indices[part])
             out[part] = apply(batch[part], name, severity, rngs, constants=constants, textures=textures)
     return out.reshape(images.shape)
 
 
 def apply(images: Pixels, name: str, severity: int, rngs: Iterable[Random], *, constants: str, textures: Textures) -> Pixels:
-    """`corrupt` with given sources of random numbers, one per image, and of ice."""
+    """`corrupt` with given sources of random indices, one per image, and of ice."""
     chosen = CONSTANTS[constants][name][severity - 1]
     formula = getattr(formulas, name)
     if name == "frost":
@@ -195,17 +195,16 @@ class Corruption:
         if self.frost is not None:
             photographs(Path(self.frost))  # now rather than in the first batch
 
-    def __call__(self, pixels: Pixels, numbers: Integers) -> Pixels:
+    def __call__(self, pixels: Pixels, indices: Integers) -> Pixels:
         options: Any = dict(seed=self.seed, constants=self.constants, frost=self.frost)
-        return corrupt(pixels, self.name, self.severity, indices=numbers, **options)
+        return corrupt(pixels, self.name, self.severity, indices=indices, **options)
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """All that decides what it does, as JSON."""
+    def description(self) -> dict[str, Any]:
+        """Return all that decides what it does, as JSON holds it."""
         drawn_on: Any = "procedural" if self.name == "frost" else None
         if drawn_on and self.frost:
             files = photographs(Path(self.frost)).files
-            drawn_on = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in files}
+            drawn_on = {file.name: file_digest(file) for file in files}
         return {**asdict(self), "constants": self.constants or "by size", "frost": drawn_on}
 
 
@@ -231,16 +230,16 @@ def _require_images(images: Pixels) -> None:
     if images.ndim not in (3, 4) or images.shape[-1] != 3:
         raise InputError(
             f"images have shape {images.shape}: give RGB as (height, width, 3) or (N, height, width, 3); "
-            "a picture of another kind becomes that with PIL's image.convert('RGB')."
+            "an image of another kind becomes that with PIL's image.convert('RGB')."
         )
     if not images.size:
         raise InputError(f"images have shape {images.shape}: there is nothing to corrupt.")
 
 
 def _numbers(indices: Sequence[int] | npt.NDArray[np.integer[Any]] | None, count: int) -> list[int]:
-    numbers = np.arange(count) if indices is None else np.atleast_1d(np.asarray(indices))
-    if numbers.shape != (count,) or numbers.dtype.kind not in "iu" or numbers.min() < 0:
+    indices = np.arange(count) if indices is None else np.atleast_1d(np.asarray(indices))
+    if indices.shape != (count,) or indices.dtype.kind not in "iu" or indices.min() < 0:
         raise InputError(
-            f"indices of shape {numbers.shape}, {numbers.dtype}: give one whole number of 0 or more per image ({count})."
+            f"indices of shape {indices.shape}, {indices.dtype}: give one whole number of 0 or more per image ({count})."
         )
-    return numbers.tolist()
+    return indices.tolist()

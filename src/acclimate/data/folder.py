@@ -1,4 +1,4 @@
-"""A folder of pictures under corruptions, written as a tree of the shape of ImageNet-C.
+"""A folder of images under corruptions, written as a tree of the shape of ImageNet-C.
 
     TARGET/<corruption>/<severity>/<class folder>/<file>.JPEG
 
@@ -8,7 +8,6 @@ made again, so an interrupted run is taken up by repeating it.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 import math
@@ -27,14 +26,15 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .. import __version__
-from ..core.files import write_whole
+from ..core.digests import digest_bytes
+from ..core.files import file_digest, write_whole
 from ..errors import ConfigError, InputError, StateError, UnreadableError, require_between, some
 from ._frost import photographs
 from .corruptions import Pixels, constants_for, corrupt, require_valid
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 PROTOCOL = "corruptions.json"
-IMAGENET_C = (256, 224)  # how ImageNet-C's pictures were resized and cropped
+IMAGENET_C = (256, 224)  # how ImageNet-C's images were resized and cropped
 AnyPath = str | os.PathLike[str]
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Report:
         if self.existing:
             parts.append(f"{self.existing} were there already")
         if self.unreadable:
-            parts.append(f"{len(self.unreadable)} unreadable pictures skipped: {some(self.unreadable)}")
+            parts.append(f"{len(self.unreadable)} unreadable images skipped: {some(self.unreadable)}")
         return "; ".join(parts) + "."
 
 
@@ -73,20 +73,20 @@ def corrupt_folder(
     workers: int | None = None,
     console: Console | None = None,
 ) -> Report:
-    """Write corrupted copies of every picture under a folder.
+    """Write corrupted copies of every image under a folder.
 
-    Pictures of any kind become 8-bit RGB: grey and palettes are converted, transparent parts are laid over white, and a
-    rotation noted by a camera is carried out. A picture's random numbers depend on its place in the sorted list of all.
+    Images of any kind become 8-bit RGB: grey and palettes are converted, transparent parts are laid over white, and a
+    rotation noted by a camera is carried out. An image's random numbers depend on its place in the sorted list of all.
 
     Args:
-        source: A folder of pictures, in sub-folders (one per class) or not; the tree below it is kept.
-        target: Where to write. Either new, or made with the same settings from the same list of pictures.
+        source: A folder of images, in sub-folders (one per class) or not; the tree below it is kept.
+        target: Where to write. Either new, or made with the same settings from the same list of images.
         names: Corruptions.
         severities: Of each, from 1 to 5.
         seed: Of everything random.
         resize_crop: Resize the shorter side to the first and cut the central square of the second, before the corruption.
-            `IMAGENET_C` is what ImageNet-C did. Default: every picture keeps its size.
-        constants: As for `corrupt`; by default each picture's size decides.
+            `IMAGENET_C` is what ImageNet-C did. Default: every image keeps its size.
+        constants: As for `corrupt`; by default each image's size decides.
         frost: As for `corrupt`.
         quality: Of the JPEG files; that of ImageNet-C is 85.
         skip_unreadable: Leave out what cannot be decoded. Otherwise nothing is written if there is such a file.
@@ -101,11 +101,11 @@ def corrupt_folder(
         require_valid(name, severity, seed, constants)
     require_between(1, 100, quality=quality)
     require_between(1, math.inf, workers=workers, optional=True)
-    pictures = pictures_below(source, target)
-    settings = _settings(pictures, seed, resize_crop, constants, frost, quality)
+    images = images_below(source, target)
+    settings = _settings(images, seed, resize_crop, constants, frost, quality)
     require_same_settings(target / PROTOCOL, settings)
 
-    jobs = [_Job(index, picture, wanted, target) for index, picture in enumerate(pictures)]
+    jobs = [_Job(index, image, wanted, target) for index, image in enumerate(images)]
     report = Report(existing=sum(len(wanted) - len(job.missing) for job in jobs))
     jobs = [job for job in jobs if job.missing]
     stop = threading.Event()
@@ -113,24 +113,24 @@ def corrupt_folder(
     def problem(job: _Job) -> str | None:
         try:
             if not stop.is_set():
-                read_picture(source / job.picture)
+                read_image(source / job.image)
         except UnreadableError as error:
             return str(error)
         return None
 
     def write(job: _Job) -> tuple[str, int] | None:
-        """Whose constants were used and how many files were written; None for an unreadable picture."""
+        """Whose constants were used and how many files were written; None for an unreadable image."""
         try:
-            image = read_picture(source / job.picture, resize_crop)
+            pixels = read_image(source / job.image, resize_crop)
         except UnreadableError:
             if skip_unreadable:
                 return None
             raise
-        whose = constants or constants_for(*image.shape[:2])
+        whose = constants or constants_for(*pixels.shape[:2])
         for name, severity in job.missing:
             if stop.is_set():
                 break
-            shown = corrupt(image, name, severity, seed=seed, indices=[job.index], constants=whose, frost=frost)
+            shown = corrupt(pixels, name, severity, seed=seed, indices=[job.index], constants=whose, frost=frost)
             encoded = io.BytesIO()
             Image.fromarray(shown).save(encoded, "JPEG", quality=quality, optimize=True)
             write_whole(job.file(name, severity), encoded.getvalue())
@@ -150,7 +150,7 @@ def corrupt_folder(
             write_whole(target / PROTOCOL, json.dumps(settings, indent=1).encode())
             for job, done in _in_turn(pool, write, jobs, progress, "writing"):
                 if done is None:
-                    report.unreadable.append(job.picture)
+                    report.unreadable.append(job.image)
                 else:
                     whose, count = done
                     report.written += count
@@ -162,14 +162,14 @@ def corrupt_folder(
 
 
 class _Job:
-    """A picture, its number, and the files that are still to be made of it."""
+    """An image, its number, and the files that are still to be made of it."""
 
-    def __init__(self, index: int, picture: str, wanted: list[tuple[str, int]], target: Path) -> None:
-        self.index, self.picture, self._target = index, picture, target
+    def __init__(self, index: int, image: str, wanted: list[tuple[str, int]], target: Path) -> None:
+        self.index, self.image, self._target = index, image, target
         self.missing = [which for which in wanted if not os.path.exists(self.file(*which))]
 
     def file(self, name: str, severity: int) -> Path:
-        return self._target / name / str(severity) / Path(self.picture).with_suffix(".JPEG")
+        return self._target / name / str(severity) / Path(self.image).with_suffix(".JPEG")
 
 
 def _in_turn(
@@ -179,13 +179,13 @@ def _in_turn(
     return progress.track(zip(jobs, pool.map(work, jobs)), total=len(jobs), description=what)
 
 
-def read_picture(path: AnyPath, resize_crop: tuple[int, int] | None = None) -> Pixels:
-    """A picture file as uint8 RGB (height, width, 3)."""
+def read_image(path: AnyPath, resize_crop: tuple[int, int] | None = None) -> Pixels:
+    """An image file as uint8 RGB (height, width, 3)."""
     try:
         with Image.open(path) as file:
             return np.asarray(_resized(_rgb(ImageOps.exif_transpose(file)), resize_crop))
     except Exception as error:  # decoders raise all kinds of errors on damaged files
-        raise UnreadableError(f"{path} cannot be read as a picture ({error})") from error
+        raise UnreadableError(f"{path} cannot be read as an image ({error})") from error
 
 
 def _rgb(image: Image.Image) -> Image.Image:
@@ -208,23 +208,23 @@ def _resized(image: Image.Image, resize_crop: tuple[int, int] | None) -> Image.I
     return image.crop((left, top, left + side, top + side))
 
 
-def pictures_below(source: Path, target: Path) -> list[str]:
+def images_below(source: Path, target: Path) -> list[str]:
     """The same, for copies of them to be written below `target`, each under its own name."""
-    found = find_pictures(source)
+    found = find_images(source)
     by_target: dict[str, str] = {}
-    for picture in found:
-        other = by_target.setdefault(str(Path(picture).with_suffix("")), picture)
-        if other != picture:
-            raise InputError(f"{source}: {other} and {picture} would be written to one file. Rename one of them.")
+    for image in found:
+        other = by_target.setdefault(str(Path(image).with_suffix("")), image)
+        if other != image:
+            raise InputError(f"{source}: {other} and {image} would be written to one file. Rename one of them.")
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigError(f"{target} lies in {source}: what is written there would be taken for a source next time.")
     return found
 
 
-def find_pictures(source: Path) -> list[str]:
-    """All pictures below a folder, by their paths from it, sorted; none is an error."""
+def find_images(source: Path) -> list[str]:
+    """All images below a folder, by their paths from it, sorted; none is an error."""
     if not source.is_dir():
-        raise InputError(f"{source} is not a folder: give one with pictures in it, or in sub-folders, one per class.")
+        raise InputError(f"{source} is not a folder: give one with images in it, or in sub-folders, one per class.")
     found = sorted(
         (Path(folder) / file).relative_to(source).as_posix()
         for folder, _, files in os.walk(source, followlinks=True)
@@ -232,12 +232,12 @@ def find_pictures(source: Path) -> list[str]:
         if Path(file).suffix.lower() in SUFFIXES and not file.startswith(".")
     )
     if not found:
-        raise InputError(f"{source} holds no pictures ({', '.join(sorted(SUFFIXES))}).")
+        raise InputError(f"{source} holds no images ({', '.join(sorted(SUFFIXES))}).")
     return found
 
 
 def _settings(
-    pictures: list[str],
+    images: list[str],
     seed: int,
     resize_crop: tuple[int, int] | None,
     constants: str | None,
@@ -247,7 +247,7 @@ def _settings(
     """What determines every file of a tree."""
     if resize_crop is not None and not 0 < resize_crop[1] <= resize_crop[0]:
         raise ConfigError(f"resize_crop={resize_crop}: give two sizes, of which the second is not larger.")
-    ice = {file.name: _digest(file.read_bytes()) for file in photographs(Path(frost)).files} if frost else "procedural"
+    ice = {file.name: file_digest(file) for file in photographs(Path(frost)).files} if frost else "procedural"
     return {
         "acclimate": __version__,
         "seed": seed,
@@ -255,13 +255,13 @@ def _settings(
         "frost": ice,
         "resize_crop": list(resize_crop) if resize_crop else None,
         "quality": quality,
-        **which(pictures),
+        **which(images),
     }
 
 
-def which(pictures: list[str]) -> dict[str, Any]:
-    """What tells a list of pictures from another one."""
-    return {"pictures": len(pictures), "pictures_digest": _digest("\n".join(pictures).encode())}
+def which(images: list[str]) -> dict[str, Any]:
+    """What tells a list of images from another one."""
+    return {"images": len(images), "images_digest": digest_bytes("\n".join(images).encode())}
 
 
 def require_same_settings(file: Path, settings: dict[str, Any]) -> None:
@@ -279,7 +279,3 @@ def require_same_settings(file: Path, settings: dict[str, Any]) -> None:
     if changed:
         was = ", ".join(f"{key} {before.get(key)!r}, now {settings.get(key)!r}" for key in sorted(changed))
         raise StateError(f"{target} was made with other settings ({was}): repeat those, or give a new folder.")
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""How the known data sets lie on disk: a table, and what reads it off a disk without opening a picture."""
+"""How the known data sets lie on disk: a table, and what reads it off a disk without opening an image."""
 
 from __future__ import annotations
 
@@ -14,33 +14,30 @@ import numpy as np
 from timm.data import ImageNetInfo
 
 from ..errors import InputError, nearest, some
-from .corruptions import EXTRA, FAMILIES, SEVERITIES
-from .disk import Input, Preprocess, open_array
+from .corruptions import EXTRA, GROUPS, SEVERITIES
+from .disk import open_array
+from .domains import DomainKey
 from .folder import SUFFIXES
+from .preprocess import Input, Preprocess
 
 
 @dataclass
 class Row:
     """One domain as it is on disk."""
 
-    name: str
-    severity: int | None
+    key: DomainKey
     where: Path
-    expected: int | None = None  # pictures; None: any number
-    paths: list[str] = field(default_factory=list)  # of picture files, from `where`
+    expected: int | None = None  # images; None: any number
+    paths: list[str] = field(default_factory=list)  # of image files, from `where`
     labels: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-
-    @property
-    def title(self) -> str:
-        return self.name if self.severity is None else f"{self.name}/{self.severity}"
 
 
 # Readers: each fills in one row, given the data set's root, its layout and the names of its classes
 
 
 def read_tree(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> None:
-    """A folder for each class, with its pictures in the order of `ImageFolder`."""
+    """A folder for each class, with its images in the order of `ImageFolder`."""
     if not row.where.is_dir():
         row.problems.append(_missing(row.where, root))
         return
@@ -48,17 +45,17 @@ def read_tree(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> Non
     for label, name in enumerate(names):
         for folder, within, files in os.walk(row.where / name, followlinks=True):
             within.sort()
-            pictures = [file for file in sorted(files) if _is_picture(file)]
+            images = [file for file in sorted(files) if _is_image(file)]
             here = Path(folder).relative_to(row.where).as_posix()
-            row.paths += [f"{here}/{picture}" for picture in pictures]
-            row.labels += [label] * len(pictures)
-            counts[name] += len(pictures)
+            row.paths += [f"{here}/{image}" for image in images]
+            row.labels += [label] * len(images)
+            counts[name] += len(images)
     if not row.paths:
         row.problems.append(_no_tree(row.where, names))
         return
     empty = [name for name in names if not counts[name]]
     if empty:
-        row.problems.append(f"{len(empty)} of {len(names)} classes have no pictures ({some(empty)})")
+        row.problems.append(f"{len(empty)} of {len(names)} classes have no images ({some(empty)})")
     if layout.count not in (None, len(names)):
         row.problems.append(f"{len(names)} classes instead of {layout.count}")
     strangers = sorted(set(_entries(row.where)[0]) - set(names))
@@ -67,9 +64,9 @@ def read_tree(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> Non
         row.problems.append(f"{len(strangers)} folders are none of its classes ({shown})")
     odd = [f"{name} {counts[name]}" for name in names if counts[name] and layout.each not in (None, counts[name])]
     if odd:
-        row.problems.append(f"{len(odd)} classes do not have {layout.each} pictures ({some(odd)})")
+        row.problems.append(f"{len(odd)} classes do not have {layout.each} images ({some(odd)})")
     elif row.expected not in (None, len(row.paths)) and not empty:
-        row.problems.append(f"{len(row.paths)} pictures instead of {row.expected}")
+        row.problems.append(f"{len(row.paths)} images instead of {row.expected}")
 
 
 def read_list(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> None:
@@ -95,7 +92,7 @@ def read_list(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> Non
             gone.append(path)
     row.expected = len(lines)
     if gone or not lines:
-        row.problems.append(f"{len(gone)} of the {len(lines)} pictures in {file} are not there ({some(gone)})")
+        row.problems.append(f"{len(gone)} of the {len(lines)} images in {file} are not there ({some(gone)})")
 
 
 def read_arrays(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> None:
@@ -105,25 +102,25 @@ def read_arrays(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> N
             row.problems.append(_missing(file, root))
             return
     try:
-        pictures = len(open_array(row.where))
+        images = len(open_array(row.where))
         labels = np.load(root / "labels.npy", allow_pickle=False)
     except (InputError, OSError, ValueError, EOFError) as error:
         row.problems.append(str(error).rstrip("."))
         return
-    if labels.dtype.kind not in "iu" or labels.shape != (pictures,) or not pictures or pictures % len(SEVERITIES):
+    if labels.dtype.kind not in "iu" or labels.shape != (images,) or not images or images % len(SEVERITIES):
         row.problems.append(
-            f"{row.where.name} has {pictures} pictures, and labels.npy is {labels.dtype} {labels.shape}: expected five "
-            "severities of equal length, and a label for each picture"
+            f"{row.where.name} has {images} images, and labels.npy is {labels.dtype} {labels.shape}: expected five "
+            "severities of equal length, and a label for each image"
         )
     elif not 0 <= labels.min() <= labels.max() < len(names):
         row.problems.append(f"labels.npy goes from {labels.min()} to {labels.max()}: expected 0 to {len(names) - 1}")
     else:
-        row.labels = np.split(labels, len(SEVERITIES))[(row.severity or 1) - 1].tolist()
+        row.labels = np.split(labels, len(SEVERITIES))[(row.key.severity or 1) - 1].tolist()
         if row.expected != len(row.labels):
-            row.problems.append(f"{len(row.labels)} pictures of each severity instead of {row.expected}")
+            row.problems.append(f"{len(row.labels)} images of each severity instead of {row.expected}")
 
 
-def _is_picture(file: str) -> bool:
+def _is_image(file: str) -> bool:
     return os.path.splitext(file)[1].lower() in SUFFIXES and not file.startswith(".")
 
 
@@ -150,17 +147,17 @@ def _missing(where: Path, root: Path) -> str:
 
 def _no_tree(where: Path, names: Sequence[str]) -> str:
     folders, files = _entries(where)
-    flat = [file for file in files if _is_picture(file)]
+    flat = [file for file in files if _is_image(file)]
     if flat and flat[0].startswith("ILSVRC2012_val_"):
         return (
-            f"{where} has its {len(flat)} pictures unsorted in one folder, where nothing says their classes. To sort them, "
+            f"{where} has its {len(flat)} images unsorted in one folder, where nothing says their classes. To sort them, "
             "put ILSVRC2012_img_val.tar and ILSVRC2012_devkit_t12.tar.gz into a folder and call "
             'torchvision.datasets.ImageNet(folder, split="val")'
         )
     if flat:
-        return f"{where} has {len(flat)} pictures in no folder: each class needs one"
+        return f"{where} has {len(flat)} images in no folder: each class needs one"
     wanted = f"folders like {some(list(names[:2]))}" if names else "folders of classes"
-    return f"{where} has no pictures in {wanted}. Found there: {some(folders + files) or 'nothing'}"
+    return f"{where} has no images in {wanted}. Found there: {some(folders + files) or 'nothing'}"
 
 
 # The table
@@ -176,22 +173,22 @@ class Layout:
     places: dict[str, tuple[str, ...]]  # of each domain: where it may be, from the root
     classes: Callable[[], Sequence[str]] | None = None  # names by label; None: the folders that are found, sorted
     count: int | None = None  # of the classes that are to be found
-    each: int | None = None  # pictures in a class
-    total: dict[str, int] = field(default_factory=dict)  # pictures in a domain
+    each: int | None = None  # images in a class
+    total: dict[str, int] = field(default_factory=dict)  # images in a domain
     severities: bool = False  # whether its domains are corruptions
     read: Callable[[Row, Path, Layout, Sequence[str]], None] = read_tree
     preprocess: Callable[[Input], Preprocess] = Input.photographs
 
-    def place(self, root: Path, domain: str, severity: int | None) -> Path:
-        """The first of a domain's places that exists, else the usual one."""
-        places = [root / place for place in self.places[domain]]
+    def place(self, root: Path, key: DomainKey) -> Path:
+        """Return the first of a domain's places that exists, else the usual one."""
+        places = [root / place for place in self.places[key.name]]
         found = next((place for place in places if place.exists()), places[0])
-        return found / str(severity) if self.severities and self.read is read_tree else found
+        return found / str(key.severity) if self.severities and self.read is read_tree else found
 
 
-def survey(layout: Layout, root: Path, wanted: Iterable[tuple[str, int | None]]) -> tuple[list[Row], Sequence[str]]:
-    """Domains, given by name and severity, as they are on disk; and the names of the classes by label."""
-    rows = [Row(name, severity, layout.place(root, name, severity), layout.total.get(name)) for name, severity in wanted]
+def survey(layout: Layout, root: Path, wanted: Iterable[DomainKey]) -> tuple[list[Row], Sequence[str]]:
+    """Return domains as they are on disk, and the names of the classes by label."""
+    rows = [Row(key, layout.place(root, key), layout.total.get(key.name)) for key in wanted]
     found = {name for row in rows for name in _entries(row.where)[0]} if layout.classes is None else ()
     names = layout.classes() if layout.classes is not None else sorted(found)
     for row in rows:
@@ -214,15 +211,15 @@ def numerals(count: int) -> tuple[str, ...]:
     return tuple(map(str, range(count)))
 
 
-FAMILY = {name: family for family, names in {**FAMILIES, "extra": EXTRA}.items() for name in names}
+GROUP_OF = {name: group for group, names in {**GROUPS, "extra": EXTRA}.items() for name in names}
 OFFICE = {"Art": 2427, "Clipart": 4365, "Product": 4439, "Real World": 4357}
 CIFAR = Layout(
-    "CIFAR-10's test pictures under 15 (and 4 extra) corruptions",
-    "<corruption>.npy with 5 x 10000 pictures, and labels.npy",
+    "CIFAR-10's test images under 15 (and 4 extra) corruptions",
+    "<corruption>.npy with 5 x 10000 images, and labels.npy",
     "https://zenodo.org/records/2535967 (CIFAR-10-C.tar)",
-    {name: (f"{name}.npy",) for name in FAMILY},
+    {name: (f"{name}.npy",) for name in GROUP_OF},
     partial(numerals, 10),
-    total=dict.fromkeys(FAMILY, 10_000),
+    total=dict.fromkeys(GROUP_OF, 10_000),
     severities=True,
     read=read_arrays,
     preprocess=lambda model: model.stored(32),
@@ -230,17 +227,17 @@ CIFAR = Layout(
 
 LAYOUTS = {
     "imagenet-c": Layout(
-        "ImageNet's validation pictures under 15 (and 4 extra) corruptions",
+        "ImageNet's validation images under 15 (and 4 extra) corruptions",
         "<corruption>/<severity>/<wnid>/*.JPEG",
         "https://zenodo.org/records/2235448 (noise.tar, blur.tar, weather.tar, digital.tar)",
-        {name: (name, f"{family}/{name}") for name, family in FAMILY.items()},  # the archives unpacked in one place, or each
+        {name: (name, f"{group}/{name}") for name, group in GROUP_OF.items()},  # the archives unpacked in one place, or each
         synsets,
         each=50,
         severities=True,
         preprocess=lambda model: model.stored(224),
     ),
     "imagenet": Layout(
-        "ImageNet's validation pictures",
+        "ImageNet's validation images",
         "<wnid>/*.JPEG, or val/<wnid>/*.JPEG",
         "https://www.image-net.org after registration (ILSVRC2012_img_val.tar)",
         {"imagenet": ("val", ".")},
@@ -280,7 +277,7 @@ LAYOUTS = {
         total={"imagenet-sketch": 50_889},
     ),
     "visda-2021": Layout(
-        "validation pictures of the VisDA 2021 challenge",
+        "validation images of the VisDA 2021 challenge",
         "val_filelists/imagenet_c_r.txt with lines of a path, from the root, and a label",
         "https://github.com/VisionLearningGroup/visda21-dev (val_data.zip, and the kit's file lists)",
         {"visda-2021": ("val_filelists/imagenet_c_r.txt",)},
@@ -299,12 +296,12 @@ LAYOUTS = {
     "cifar-10-c": CIFAR,
     "cifar-100-c": replace(
         CIFAR,
-        about="CIFAR-100's test pictures under 15 (and 4 extra) corruptions",
+        about="CIFAR-100's test images under 15 (and 4 extra) corruptions",
         source="https://zenodo.org/records/3555552 (CIFAR-100-C.tar)",
         classes=partial(numerals, 100),
     ),
     "folder": Layout(
-        "any pictures; a class's label is its place among the sorted names",
+        "any images; a class's label is its place among the sorted names",
         "<class>/*",
         "wherever you have them",
         {"folder": (".",)},

@@ -1,4 +1,4 @@
-"""One picture under every corruption, on one page."""
+"""One image under every corruption, on one page."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ GAP, LABEL, HEADER = 6, 170, 34
 def contact_sheet(
     image: Pixels, *, seed: int = 0, constants: str | None = None, frost: AnyPath | None = None
 ) -> Image.Image:
-    """All corruptions (rows) of one picture at all severities (columns), with the clean picture in the corner.
+    """All corruptions (rows) of one image at all severities (columns), with the clean image in the corner.
 
-    A large picture is first reduced to the size of ImageNet-C's, for which the corruptions are made. A small one is
+    A large image is first reduced to the size of ImageNet-C's, for which the corruptions are made. A small one is
     corrupted as it is, and its pixels are shown as squares.
 
     Args:

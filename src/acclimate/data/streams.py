@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 
 from ..errors import ConfigError, InputError, require_between, require_whole
 from .corruptions import Integers
-from .datasets import Domain, title
+from .domains import Domain, DomainKey
 
 SETTINGS = ("normal", "bs1", "label-shift", "mixed", "continual", "gradual")
 ARRANGEMENTS = ("mixed", "continual", "gradual")
@@ -88,7 +88,7 @@ class Stream:
         self.seed, self.ratio, self.workers = int(seed), ratio, workers
         if not self.domains:
             raise ConfigError("A stream needs at least one domain.")
-        titles = [title(domain) for domain in self.domains]
+        titles = [str(domain.key) for domain in self.domains]
         if len(set(titles)) < len(titles):
             raise ConfigError(f"Two domains have the same name ({', '.join(titles)}): their scores could not be told apart.")
         labels = [_checked_labels(domain) for domain in self.domains]
@@ -107,14 +107,14 @@ class Stream:
         if "continual" in self.setting:
             return [[i] for i in everything]
         if "gradual" in self.setting:
-            where = {(domain.name, domain.severity): i for i, domain in enumerate(self.domains)}
-            names = dict.fromkeys(domain.name for domain in self.domains)
-            missing = [f"{name}/{s}" for name in names for s in range(1, 6) if (name, s) not in where]
+            where = {domain.key: i for i, domain in enumerate(self.domains)}
+            names = dict.fromkeys(domain.key.name for domain in self.domains)
+            missing = [str(key) for name in names for s in range(1, 6) if (key := DomainKey(name, s)) not in where]
             if missing:
                 raise ConfigError(
                     f"gradual goes through severities 1 to 5 of each corruption: {', '.join(missing)} missing."
                 )
-            return [[where[name, s]] for name in names for s in (1, 2, 3, 4, 5, 4, 3, 2, 1)]
+            return [[where[DomainKey(name, s)]] for name in names for s in (1, 2, 3, 4, 5, 4, 3, 2, 1)]
         if len(self.domains) != 1:
             raise ConfigError(
                 f"{self.setting} is a stream of one domain, {len(self.domains)} were given: make one stream for each, or "
@@ -129,7 +129,7 @@ class Stream:
             return positions[self._given]
         if "label-shift" in self.setting:
             return positions[label_shift(self._labels[positions], seed=self.seed, ratio=self.ratio)]
-        key = "|".join([str(self.seed), self.setting, str(number), *(title(self.domains[i]) for i in visit)])
+        key = "|".join([str(self.seed), self.setting, str(number), *(str(self.domains[i].key) for i in visit)])
         # numpy promises that its old generator draws the same for ever
         rng = np.random.RandomState(np.frombuffer(hashlib.sha256(key.encode()).digest(), "<u4"))
         return positions[rng.permutation(len(positions))]
@@ -219,7 +219,7 @@ class Stream:
     @property
     def description(self) -> str:
         """The stream in one line, for people."""
-        names = [title(domain) for domain in self.domains]
+        names = [str(domain.key) for domain in self.domains]
         shown = ", ".join(names) if len(names) <= 4 else f"{names[0]} ... {names[-1]} ({len(names)} domains)"
         size = "1 image" if self.batch_size == 1 else f"up to {self.batch_size} images"
         return f"{self.setting}: {shown}; {self.samples} images in {len(self)} batches of {size}; {self._origin()}"
@@ -306,9 +306,9 @@ def _canonical(setting: str) -> str:
 def _checked_labels(domain: Domain) -> Integers:
     labels = np.asarray(domain.labels)
     if labels.ndim != 1 or not len(labels) or labels.dtype.kind not in "iu":
-        raise InputError(f"{title(domain)} has labels {labels.dtype} {labels.shape}: give one whole number for each image.")
+        raise InputError(f"{domain.key} has labels {labels.dtype} {labels.shape}: give one whole number for each image.")
     if labels.min() < 0:
-        raise InputError(f"{title(domain)}: image {int(labels.argmin())} has the label {labels.min()}; labels begin at 0.")
+        raise InputError(f"{domain.key}: image {int(labels.argmin())} has the label {labels.min()}; labels begin at 0.")
     return labels.astype(np.int64)
 
 

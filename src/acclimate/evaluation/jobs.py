@@ -1,4 +1,4 @@
-"""One run of a sweep, in this process or as a worker in another."""
+"""One run of a grid, in this process or in a worker process."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch import nn
 from ..core.adapt import adapt
 from ..core.adapter import Record
 from ..core.method import Method
+from ..core.registry import files_read, read_file
 from ..core.statistics import SourceStatistics
-from ..data.datasets import Domain
+from ..data.domains import Domain
 from ..data.streams import Stream
 from ..errors import ConfigError
 from .run import Result, run
@@ -24,7 +25,7 @@ from .scores import Scores
 from .spec import Protocol, Spec
 from .store import Store
 
-GLANCE = 0.5  # seconds between two looks at runs in other processes
+POLL_SECONDS = 0.5  # between two looks at runs in other processes
 
 
 @typing.runtime_checkable
@@ -44,17 +45,17 @@ class Job:
     stream: Stream
     method: type[Method]
     options: dict[str, Any] = field(default_factory=dict)
-    source: SourceStatistics | None = None  # for a method that needs them
+    statistics: SourceStatistics | None = None  # for a method that needs them
 
 
-def carry_on(
+def run_job(
     model: nn.Module,
     job: Job,
     store: Store,
     protocol: Protocol,
     on_step: Callable[[Scores, Record], None] = lambda scores, record: None,
 ) -> Result:
-    """Do a run, or the rest of it, and keep its result; if another process has done it meanwhile, that is the result."""
+    """Do a run, or the rest of it, and keep its result; if another process has finished it meanwhile, return that result."""
     with store.claim(job.spec) as journal:
         result = store.find(job.spec)
         if result is None:
@@ -66,7 +67,7 @@ def carry_on(
                 guard="default" if protocol.guard else None,
                 precision=protocol.precision,
                 seed=job.spec.seed,
-                source_statistics=job.source,
+                source_statistics=job.statistics,
                 **_normalisation(job.stream),
                 **job.options,
             )
@@ -79,21 +80,23 @@ def carry_on(
 
 
 def _normalisation(stream: Stream) -> dict[str, Any]:
-    """The mean and deviation with which the pictures were normalised, for methods that augment them, if that is known."""
-    preprocess = stream.domains[0].identity.get("preprocess") or {}
-    return {name: preprocess[name] for name in ("mean", "std") if name in preprocess}
+    """Return mean and std with which the images were normalised, for methods that augment them, if that is known."""
+    preprocess = stream.domains[0].preprocess
+    return {} if preprocess is None else {"mean": preprocess.mean, "std": preprocess.std}
 
 
 @dataclass(frozen=True)
-class Cargo:
-    """All that workers need, as bytes: what goes through multiprocessing as tensors would be shared, and adapted by all."""
+class Payload:
+    """All that workers need, as bytes: tensors that go through multiprocessing would be shared, and adapted by all."""
 
     content: bytes
     device: str
     threads: int
+    method_files: tuple[str, ...]  # Python files that register methods, to be read first
 
 
-def pack(model: nn.Module, grid: list[Job], store: Store, protocol: Protocol) -> Cargo:
+def pack(model: nn.Module, grid: list[Job], store: Store, protocol: Protocol) -> Payload:
+    """Return what worker processes need to do the runs of a grid."""
     device = next(model.parameters()).device
     try:
         content = pickle.dumps((model.cpu(), grid, store, protocol))
@@ -104,34 +107,37 @@ def pack(model: nn.Module, grid: list[Job], store: Store, protocol: Protocol) ->
         ) from error
     finally:
         model.to(device)
-    return Cargo(content, device.type, torch.get_num_threads())
+    return Payload(content, device.type, torch.get_num_threads(), tuple(map(str, files_read())))
 
 
 class Worker:
-    """A process that does runs of one sweep."""
+    """A process that does runs of one grid."""
 
-    def __init__(self, cargo: Cargo, number: int = 0) -> None:
-        torch.set_num_threads(cargo.threads)
+    def __init__(self, payload: Payload, number: int = 0) -> None:
+        torch.set_num_threads(payload.threads)
+        for file in payload.method_files:
+            read_file(file)
         self._model: nn.Module
-        self._model, self._grid, self._store, self._protocol = pickle.loads(cargo.content)
-        if cargo.device == "cuda":
+        self._model, self._grid, self._store, self._protocol = pickle.loads(payload.content)
+        if payload.device == "cuda":
             self._model.to(f"cuda:{number % torch.cuda.device_count()}")
 
-    def __call__(self, position: int) -> Result:
-        return carry_on(self._model, self._grid[position], self._store, self._protocol)
+    def run(self, position: int) -> Result:
+        """Do one run of the grid."""
+        return run_job(self._model, self._grid[position], self._store, self._protocol)
 
 
 _worker: Worker | None = None
 
 
-def begin(cargo: Cargo) -> None:
+def start_worker(payload: Payload) -> None:
     """Make this process a worker."""
     global _worker
     identity = multiprocessing.current_process()._identity
-    _worker = Worker(cargo, identity[0] - 1 if identity else 0)
+    _worker = Worker(payload, identity[0] - 1 if identity else 0)
 
 
-def one(position: int) -> Result:
-    """One run, in a process that has begun."""
-    assert _worker is not None, "begin() makes a process a worker"
-    return _worker(position)
+def run_in_worker(position: int) -> Result:
+    """Do one run, in a process that is a worker."""
+    assert _worker is not None, "start_worker() makes a process a worker"
+    return _worker.run(position)

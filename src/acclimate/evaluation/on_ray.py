@@ -1,4 +1,4 @@
-"""A sweep on a Ray cluster: every run a task, retried where its worker died, from its last state."""
+"""A grid on a Ray cluster: every run is a task, which is retried from its last state where its worker died."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..errors import AcclimateError, ConfigError
-from .jobs import GLANCE, Cargo, Worker
-from .progress import View
+from .jobs import POLL_SECONDS, Payload, Worker
+from .progress import ProgressView
 from .run import Result
 
 RETRIES = 5  # of a task whose worker or machine died
 
 
-def on_ray(cargo: Cargo, todo: list[int], view: View, gpus: float | None) -> Iterator[tuple[int, Result]]:
-    """Do these runs of the cargo. The store has to be on a disk that every machine of the cluster sees."""
+def run_on_ray(payload: Payload, todo: list[int], view: ProgressView, gpus: float | None) -> Iterator[tuple[int, Result]]:
+    """Do these runs of the grid. The store has to be on a disk that every machine of the cluster sees."""
     try:
         import ray
     except ImportError as error:
@@ -24,13 +24,13 @@ def on_ray(cargo: Cargo, todo: list[int], view: View, gpus: float | None) -> Ite
     if started:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)  # takes RAY_ADDRESS, or starts a cluster here
     try:
-        needed = 1.0 if gpus is None and cargo.device == "cuda" else gpus or 0
-        task = ray.remote(max_retries=RETRIES, num_cpus=min(cargo.threads, _most_cpus(ray)), num_gpus=needed)(_one)
-        shipped = ray.put(cargo)
+        needed = 1.0 if gpus is None and payload.device == "cuda" else gpus or 0
+        task = ray.remote(max_retries=RETRIES, num_cpus=min(payload.threads, _most_cpus(ray)), num_gpus=needed)(_one)
+        shipped = ray.put(payload)
         pending = {task.remote(shipped, i): i for i in todo}
         while pending:
-            ready, _ = ray.wait(list(pending), timeout=GLANCE)
-            view.glance(pending.values())
+            ready, _ = ray.wait(list(pending), timeout=POLL_SECONDS)
+            view.poll(pending.values())
             for reference in ready:
                 i = pending.pop(reference)
                 try:
@@ -43,8 +43,8 @@ def on_ray(cargo: Cargo, todo: list[int], view: View, gpus: float | None) -> Ite
             ray.shutdown()
 
 
-def _one(cargo: Cargo, position: int) -> Result:
-    return Worker(cargo)(position)
+def _one(payload: Payload, position: int) -> Result:
+    return Worker(payload).run(position)
 
 
 def _most_cpus(ray: Any) -> float:

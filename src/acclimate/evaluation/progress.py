@@ -1,4 +1,4 @@
-"""How a sweep is going: bars on a terminal, a line for each finished run elsewhere."""
+"""How a grid is going: bars on a terminal, a line for each finished run elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .store import Store
 COLUMNS = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
 
-class View:
+class ProgressView:
     """Shows the whole grid, and every run that is under way.
 
     Args:
@@ -37,7 +37,7 @@ class View:
         self._seen = {i: grid[i].stream.samples for i in found}
         self._finished = len(found)
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> ProgressView:
         self._progress.start()
         self._progress.update(self._overall, completed=sum(self._seen.values()))
         return self
@@ -57,7 +57,7 @@ class View:
         finally:
             self._close(i)
 
-    def glance(self, running: Iterable[int]) -> None:
+    def poll(self, running: Iterable[int]) -> None:
         """For runs in other processes: look at what they have written down."""
         if not self._console.is_terminal:
             return
@@ -87,11 +87,11 @@ class View:
         self._progress.update(self._overall, completed=sum(self._seen.values()))
         if not (self._console.is_terminal or self._console.quiet):
             spec = self._grid[i].spec
-            fields = [f"{self._finished}/{len(self._grid)}", spec.method, ",".join(spec.domains), spec.setting]
+            fields = [f"{self._finished}/{len(self._grid)}", spec.method, ",".join(map(str, spec.domains)), spec.setting]
             fields += [f"seed {spec.seed}", f"{100 * result.mean:.2f} %", f"{result.seconds:.1f} s", spec.id]
             print(*fields, sep="\t", file=self._console.file, flush=True)  # rich would make spaces of the tabs
 
 
 def _label(job: Job) -> str:
     domains = job.spec.domains
-    return f"{job.spec.method} on {', '.join(domains[:2])}{' ...' if len(domains) > 2 else ''}"
+    return f"{job.spec.method} on {', '.join(map(str, domains[:2]))}{' ...' if len(domains) > 2 else ''}"

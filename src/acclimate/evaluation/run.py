@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ..core.adapter import Adapter, Record
-from ..data.datasets import title
+from ..core.digests import digest_json
+from ..data.domains import DomainKey
 from ..data.streams import Stream
 from .journal import Journal
 from .memory import peak_memory
@@ -29,9 +28,9 @@ class Result:
     samples: int
     top1: float
     top5: float
-    late: float  # mean over domains of the top-1 over the second half of each
+    second_half: float  # mean over domains of the top-1 over the second half of each
     mean: float  # of the domains' top-1
-    per_domain: dict[str, float]
+    per_domain: dict[DomainKey, float]
     ece: float
     nll: float
     seconds: float  # in the adapter; loading is not counted
@@ -46,8 +45,21 @@ class Result:
     @property
     def digest(self) -> str:
         """SHA-256 of all that is not a measurement of the machine: equal for equal runs, interrupted or not."""
-        values = {name: value for name, value in asdict(self).items() if name not in MEASURED}
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+        values = {name: value for name, value in self.to_json().items() if name not in MEASURED}
+        return digest_json(values)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON holds it, which has no infinity and no keys but text."""
+        per_domain = [[*key, accuracy] for key, accuracy in self.per_domain.items()]
+        return asdict(self) | {"nll": self.nll if math.isfinite(self.nll) else None, "per_domain": per_domain}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Result:
+        """Return a result as it was written to a file."""
+        pairs = {name: [tuple(pair) for pair in values[name]] for name in ("events", "curve")}
+        per_domain = {DomainKey(name, severity): accuracy for name, severity, accuracy in values["per_domain"]}
+        nll = math.inf if values["nll"] is None else values["nll"]
+        return cls(**{**values, **pairs, "per_domain": per_domain, "nll": nll})
 
 
 @dataclass
@@ -85,7 +97,7 @@ def run(
         unknown: See `Scores`.
     """
     engine = adapter.engine
-    scores = Scores(engine.num_classes, [title(domain) for domain in stream.domains], unknown=unknown)
+    scores = Scores(engine.num_classes, [domain.key for domain in stream.domains], unknown=unknown)
     tally = Tally()
     done = 0
     for line in journal.resume(adapter) if journal else ():
@@ -115,7 +127,7 @@ def run(
         samples=scores.count,
         top1=scores.top1,
         top5=scores.top5,
-        late=scores.late,
+        second_half=scores.second_half,
         mean=scores.mean,
         per_domain=scores.per_domain,
         ece=scores.ece,

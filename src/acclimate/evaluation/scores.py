@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..data.domains import DomainKey
 from ..errors import InputError
 
 Floats = npt.NDArray[np.float64]
@@ -22,11 +23,11 @@ class Scores:
 
     Args:
         classes: Number of logits.
-        domains: Names of the stream's domains.
-        unknown: The label of pictures of no class, if there are any: whatever is predicted for them is wrong.
+        domains: Keys of the stream's domains.
+        unknown: The label of images of no class, if there are any: whatever is predicted for them is wrong.
     """
 
-    def __init__(self, classes: int, domains: Sequence[str], *, unknown: int | None = None) -> None:
+    def __init__(self, classes: int, domains: Sequence[DomainKey], *, unknown: int | None = None) -> None:
         self.classes, self.domains, self.unknown = classes, list(domains), unknown
         self.count = self.right = 0  # images so far, and those of them whose likeliest class was right
         self._rows: list[Floats] = []
@@ -88,17 +89,17 @@ class Scores:
         return float(self._column(1).mean())
 
     @property
-    def late(self) -> float:
+    def second_half(self) -> float:
         """Mean over domains of the top-1 over the second half of a domain's images, when adaptation has had its time."""
         domain, right = self._column(4), self._column(0)
         each = [right[domain == i] for i in np.unique(domain)]
         return float(np.mean([mine[len(mine) // 2 :].mean() for mine in each]))
 
     @property
-    def per_domain(self) -> dict[str, float]:
+    def per_domain(self) -> dict[DomainKey, float]:
         """Top-1 of each domain that was met."""
         domain = self._column(4)
-        return {n: float(self._column(0)[domain == i].mean()) for i, n in enumerate(self.domains) if (domain == i).any()}
+        return {k: float(self._column(0)[domain == i].mean()) for i, k in enumerate(self.domains) if (domain == i).any()}
 
     @property
     def mean(self) -> float:
@@ -109,7 +110,7 @@ class Scores:
     def nll(self) -> float:
         """Mean negative log-likelihood of the right class, in nats; infinite if a prediction was not finite.
 
-        Pictures of no class do not count here.
+        Images of no class do not count here.
         """
         nll = self._column(3)
         known = nll[~np.isnan(nll)]

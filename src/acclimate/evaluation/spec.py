@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -16,14 +15,18 @@ import torch
 from torch import nn
 
 from .. import __version__
+from ..core.digests import digest_json
 from ..core.files import file_digest
 from ..core.method import Method
 from ..core.registry import code_digest, create
 from ..core.statistics import SourceStatistics
-from ..data.datasets import title
+from ..data.domains import Domain, DomainKey
 from ..data.streams import Stream
 from ..models.families import view
 from ..models.fingerprint import fingerprint
+
+RESET = "the source model for each run"
+LIBRARIES = ("torch", "timm", "numpy", "scipy", "pillow")
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Protocol:
         guard: Watch for collapse. The papers' code has no such thing.
         precision: "float32", "bfloat16" or "float16".
         classes: Columns of the head that exist in the data; None for all.
-        unknown: The label of pictures of no class; None where there are none.
+        unknown: The label of images of no class; None where there are none.
     """
 
     predict: str = "before"
@@ -51,75 +54,65 @@ class Spec:
 
     model: dict[str, str]  # name, digests of its architecture and weights, device
     dataset: str  # its name
-    domains: list[str]
-    data: list[dict[str, Any]]  # for each domain what its pictures are: digest, corruption, preprocessing
+    domains: list[DomainKey]
+    data: list[str]  # for each domain a digest of all that decides its images
+    images: list[int]  # in each domain
+    preprocessing: list[dict[str, Any]]  # the ways in which images were made, each once
     setting: str
     batch_size: int
     seed: int  # of the stream's order and of the method
     order: str  # digest of the stream's order
     method: str
-    config: dict[str, Any]
+    config: dict[str, Any]  # all options
+    changed: dict[str, Any]  # those that are not the method's defaults
     protocol: dict[str, Any]  # what holds for every run of the bench
     versions: dict[str, str]
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Spec:
+        """Return a specification as it was written to a file."""
+        return cls(**{**values, "domains": [DomainKey(*key) for key in values["domains"]]})
 
     @cached_property
     def id(self) -> str:
         """A name that two runs share if and only if they are the same run."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        return digest_json(asdict(self))
 
     @property
     def folder(self) -> str:
-        """Where the run is kept, readable at a glance."""
-        where = self.domains[0].replace("/", "-") if len(self.domains) == 1 else f"{len(self.domains)}-domains"
+        """The name of the folder in which the run is kept, which tells people what it is."""
+        where = str(self.domains[0]).replace("/", "-") if len(self.domains) == 1 else f"{len(self.domains)}-domains"
         return f"{self.method}-{where.replace(' ', '_')}-{self.setting}-{self.seed}-{self.id}"
 
     @cached_property
     def card(self) -> dict[str, str]:
         """The protocol for people, one line each: no number should be shown without it."""
-        counts = [domain.get("sampled", domain.get("count")) for domain in self.data]
         return {
             **self.shared,
             "method": self.method + "".join(f", {name} {_text(value)}" for name, value in self.config.items()),
-            "domains": ", ".join(self.domains),
-            "images": ", ".join(map(str, dict.fromkeys(counts))),
+            "domains": ", ".join(map(str, self.domains)),
+            "images": ", ".join(map(str, dict.fromkeys(self.images))),
             "order": f"seed {self.seed}, SHA-256 {self.order[:16]}",
         }
 
     @cached_property
     def shared(self) -> dict[str, str]:
         """The part of the card that all runs of a table have in common, in whatever row and column: how, not on what."""
-        made = {json.dumps(_made(domain), sort_keys=True): _made(domain) for domain in self.data}
+        made = [", ".join(f"{key} {_text(value)}" for key, value in how.items()) for how in self.preprocessing]
         return {
             "model": f"{self.model['name']}, weights {self.model['weights']}, architecture {self.model['architecture']}",
             "device": f"{self.model['device']}, {self.protocol['precision']}",
             "data": self.dataset,
-            "pictures": "; or ".join(", ".join(f"{key} {_text(v)}" for key, v in how.items()) for how in made.values()),
+            "preprocessing": "; or ".join(made),
             "classes": f"{self.protocol['classes']}"
             + ("" if self.protocol["unknown"] is None else f"; label {self.protocol['unknown']} is none of them"),
             "stream": f"{self.setting}, batches of {self.batch_size}",
             "predict": f"{self.protocol['predict']} the update",
             "reset": self.protocol["reset"],
             "guard": "on" if self.protocol["guard"] else "off",
-            "fidelity": "as the authors' code" if self.config.get("reference") else "without its defects",
+            "fidelity": "the authors' released code" if self.config.get("reference") else "the paper's algorithm",
             "versions": ", ".join(f"{name} {number}" for name, number in self.versions.items()),
         }
-
-
-def _made(domain: Mapping[str, Any]) -> dict[str, Any]:
-    """How a domain's pictures were made, leaving out which they are."""
-    how = dict(domain.get("preprocess") or {})
-    corruption = domain.get("corruption") or {}
-    return how | {f"corruption {key}": corruption[key] for key in ("constants", "seed") if key in corruption}
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return _text(value[0]) if len(set(value)) == 1 else "/".join(map(_text, value))
-    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)
-
-
-RESET = "the source model for each run"
-LIBRARIES = ("torch", "timm", "numpy", "scipy", "pillow")
 
 
 def specify(
@@ -131,26 +124,64 @@ def specify(
     dataset: str = "custom",
     protocol: Protocol = Protocol(),
     source_statistics: SourceStatistics | None = None,
+    shown: Stream | None = None,
 ) -> Spec:
-    """The run of a method on a stream; `model` comes from `describe`."""
+    """Return the specification of a run.
+
+    Args:
+        stream: What the method meets.
+        method: The method, by name or as its class.
+        options: Options of the method.
+        model: A description of the model, from `describe`.
+        dataset: What to call the data.
+        protocol: What holds for every run of the bench.
+        source_statistics: For a method that needs some.
+        shown: The stream with what the method is shown instead, if it is shown something else.
+    """
     made = create(method, options)
-    known = _contents(made)
+    config = {name: _kept(value) for name, value in made.config.items()}
+    defaults = {name: _kept(p.default) for name, p in made.options().items()}
+    config |= _contents(made)
     if source_statistics is not None and made.info.needs:
-        known["source statistics"] = source_statistics.identity
+        config["source statistics"] = source_statistics.identity
+    if shown is not None and shown is not stream:
+        config["shown"] = digest_json([domain.identity for domain in shown.domains])
+    ways = {json.dumps(how, sort_keys=True): how for how in map(_preparation, stream.domains)}
     return Spec(
         model=model,
         dataset=dataset,
-        domains=[title(domain) for domain in stream.domains],
-        data=[dict(domain.identity) for domain in stream.domains],
+        domains=[domain.key for domain in stream.domains],
+        data=[domain.identity for domain in stream.domains],
+        images=[len(domain.labels) for domain in stream.domains],
+        preprocessing=list(ways.values()),
         setting=stream.setting,
         batch_size=stream.batch_size,
         seed=stream.seed,
         order=stream.digest,
         method=made.name,
-        config={name: _kept(value) for name, value in made.config.items()} | known,
+        config=config,
+        changed={name: value for name, value in config.items() if name in defaults and value != defaults[name]},
         protocol={**asdict(protocol), "classes": _columns(protocol.classes), "reset": RESET},
         versions={"acclimate": __version__, **{library: version(library) for library in LIBRARIES}},
     )
+
+
+def describe(model: nn.Module, name: str) -> dict[str, str]:
+    """Return a model's name, digests and device. On a CPU the number of threads decides how sums are rounded."""
+    vit = view(model)
+    where = torch.cuda.get_device_name(vit.device) if vit.device.type == "cuda" else vit.device.type
+    if vit.device.type == "cpu":
+        where += f", {torch.get_num_threads()} threads"
+    return {"name": name, "device": where, **fingerprint(vit, model.state_dict())}
+
+
+def _preparation(domain: Domain) -> dict[str, Any]:
+    """Return how a domain's images were made, leaving out which they are."""
+    how = {} if domain.preprocess is None else domain.preprocess.description()
+    if domain.corruption is not None:
+        about = domain.corruption.description()
+        how |= {f"corruption {key}": about[key] for key in ("constants", "seed")}
+    return how
 
 
 def _contents(method: Method) -> dict[str, str]:
@@ -162,20 +193,15 @@ def _contents(method: Method) -> dict[str, str]:
 
 
 def _kept(value: Any) -> Any:
-    """An option as it will come back from the file, which has no infinity."""
+    """Return an option as it will come back from the file, which has no infinity."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else json.loads(json.dumps(value))
 
 
-def describe(model: nn.Module, name: str) -> dict[str, str]:
-    """A model's name, digests and device. On a CPU the number of threads decides how sums are rounded."""
-    vit = view(model)
-    where = torch.cuda.get_device_name(vit.device) if vit.device.type == "cuda" else vit.device.type
-    if vit.device.type == "cpu":
-        where += f", {torch.get_num_threads()} threads"
-    return {"name": name, "device": where, **fingerprint(vit, model.state_dict())}
-
-
 def _columns(classes: Sequence[int] | None) -> str:
-    if classes is None:
-        return "all"
-    return f"{len(classes)}, {hashlib.sha256(json.dumps(list(classes)).encode()).hexdigest()[:16]}"
+    return "all" if classes is None else f"{len(classes)}, {digest_json(list(classes))}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return _text(value[0]) if len(set(value)) == 1 else "/".join(map(_text, value))
+    return f"{value:g}" if isinstance(value, float) else "none" if value is None else str(value)

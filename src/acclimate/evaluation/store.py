@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,8 +85,7 @@ class Store:
     def write(self, spec: Spec, result: Result) -> Path:
         """Keep a result. It appears whole or not at all."""
         path = self.folder(spec) / RESULT
-        values = asdict(result) | {"nll": result.nll if math.isfinite(result.nll) else None}  # JSON has no infinity
-        content = {"card": spec.card, "spec": asdict(spec), "result": values, "digest": result.digest}
+        content = {"card": spec.card, "spec": asdict(spec), "result": result.to_json(), "digest": result.digest}
         write_whole(path, json.dumps(content, indent=1, allow_nan=False).encode())
         return path
 
@@ -100,10 +98,7 @@ class Store:
 def _read(path: Path) -> Outcome:
     try:
         content = json.loads(path.read_text())
-        values = content["result"]
-        pairs = {name: [tuple(pair) for pair in values[name]] for name in ("events", "curve")}
-        nll = math.inf if values["nll"] is None else values["nll"]
-        return Outcome(Spec(**content["spec"]), Result(**{**values, **pairs, "nll": nll}), True, path.parent)
+        return Outcome(Spec.from_json(content["spec"]), Result.from_json(content["result"]), True, path.parent)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StateError(f"{path} is not a result of this version ({error}): remove it, and it is run again.") from None
 

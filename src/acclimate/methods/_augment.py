@@ -27,11 +27,11 @@ def whole(low: int, high: int, rng: torch.Generator) -> int:
 def jitter_and_move(pixels: Tensor, rng: torch.Generator, *, padding: str = "edge", blur: bool = True) -> Tensor:
     """CoTTA's random view, with the same parameters for the whole batch, but for the noise that it adds at the end.
 
-    Colours change in a random order; then the picture, padded by half its size, is rotated, moved and scaled a little,
+    Colours change in a random order; then the image, padded by half its size, is rotated, moved and scaled a little,
     blurred, cropped back to its size, and mirrored half of the time.
 
     Args:
-        pixels: The pictures.
+        pixels: The images.
         rng: Where the parameters are drawn from, the same number of them whatever the batch.
         padding: "edge", or "reflect".
         blur: Whether to blur.
@@ -73,7 +73,7 @@ def noisy_view(images: Tensor, noise: Tensor, engine: Engine) -> Tensor:
 def resized_crop(
     pixels: Tensor, rng: torch.Generator, *, least: float, interpolation: InterpolationMode = InterpolationMode.BILINEAR
 ) -> Tensor:
-    """A random part of the pictures, of at least that share of their area, at their size; the same part of each."""
+    """A random part of the images, of at least that share of their area, at their size; the same part of each."""
     height, width = pixels.shape[-2:]
     h, w = height, width
     for _ in range(10):  # a part that does not fit is drawn again
@@ -87,13 +87,13 @@ def resized_crop(
     return F.resized_crop(pixels, top, left, h, w, [height, width], interpolation, antialias=True)
 
 
-def augmix(picture: Tensor, rng: torch.Generator) -> Tensor:
-    """AugMix (Hendrycks et al., ICLR 2020) at severity 1, of a random part of one picture, mirrored half of the time.
+def augmix(image: Tensor, rng: torch.Generator) -> Tensor:
+    """AugMix (Hendrycks et al., ICLR 2020) at severity 1, of a random part of one image, mirrored half of the time.
 
     Three chains of one to three operations each, mixed with weights from Dirichlet(1, 1, 1), and that with the part itself
     by a weight from Beta(1, 1).
     """
-    x = mirrored(resized_crop(picture[None], rng, least=0.08), rng)
+    x = mirrored(resized_crop(image[None], rng, least=0.08), rng)
     x = (x.clamp(0, 1) * 255).round()
     weights = -torch.rand(3, generator=rng, dtype=torch.float64).clamp_min(1e-12).log()
     mixed = torch.zeros_like(x)
@@ -134,14 +134,14 @@ OPERATIONS: tuple[Callable[[Tensor, torch.Generator], Tensor], ...] = (
 )
 
 
-def mirrored(picture: Tensor, rng: torch.Generator) -> Tensor:
+def mirrored(image: Tensor, rng: torch.Generator) -> Tensor:
     """Half of the time."""
-    return F.horizontal_flip(picture) if uniform(0, 1, rng) < 0.5 else picture
+    return F.horizontal_flip(image) if uniform(0, 1, rng) < 0.5 else image
 
 
-def moco_view(picture: Tensor, rng: torch.Generator) -> Tensor:
+def moco_view(image: Tensor, rng: torch.Generator) -> Tensor:
     """MoCo v2's random view without its crop: colours, grey, blur, mirror."""
-    x = picture.clamp(0, 1)
+    x = image.clamp(0, 1)
     if uniform(0, 1, rng) < 0.8:
         changes: list[tuple[Callable[[Tensor, float], Tensor], float]] = [
             (F.adjust_brightness, uniform(0.6, 1.4, rng)),
@@ -168,7 +168,7 @@ def views_of_each(
     places, total = engine.ranks.positions(images)
     seeds = torch.randint(2**62, (total,), generator=engine.rng)[places].tolist()
     made = [images.new_zeros(0, len(makers), *images.shape[1:])]
-    for picture, seed in zip(engine.to_pixels(images), seeds):
+    for image, seed in zip(engine.to_pixels(images), seeds):
         rng = torch.Generator().manual_seed(seed)
-        made.append(torch.stack([make(picture, rng) for make in makers])[None])
+        made.append(torch.stack([make(image, rng) for make in makers])[None])
     return engine.from_pixels(torch.cat(made)).unbind(1)

@@ -17,8 +17,8 @@ class Window(nn.Module):
         self.images: Tensor
         self.logits: Tensor
         self.seen: Tensor
-        pictures = torch.zeros(size, vit.channels, *(vit.image_size or ()), dtype=vit.dtype, device=vit.device)
-        self.register_buffer("images", pictures)
+        zeros = torch.zeros(size, vit.channels, *(vit.image_size or ()), dtype=vit.dtype, device=vit.device)
+        self.register_buffer("images", zeros)
         self.register_buffer("logits", torch.zeros(size, vit.classes, device=vit.device))
         self.register_buffer("seen", torch.tensor(0))
 

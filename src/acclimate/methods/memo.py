@@ -96,8 +96,8 @@ class MEMO(Method):
 
     def augmented(self, image: Tensor, engine: Engine) -> Tensor:
         """The views of one image."""
-        picture = engine.to_pixels(image)
-        return engine.from_pixels(torch.stack([augmix(picture, engine.rng) for _ in range(self.views)]))
+        pixels = engine.to_pixels(image)
+        return engine.from_pixels(torch.stack([augmix(pixels, engine.rng) for _ in range(self.views)]))
 
     def learn(self, views: Tensor, engine: Engine) -> float:
         """One update on the entropy of the mean prediction.

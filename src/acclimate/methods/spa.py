@@ -152,7 +152,7 @@ def low_frequencies(size: Sequence[int], share: float) -> tuple[int, int]:
 def drop(images: Tensor, keep: Tensor) -> Tensor:
     """Images without the low frequencies that `keep`, (batch, channels, rows, columns) around zero, leaves out.
 
-    A real picture's spectrum is the same, conjugated, at opposite frequencies. So what is kept of the rows above zero, and
+    A real image's spectrum is the same, conjugated, at opposite frequencies. So what is kept of the rows above zero, and
     to the right in row zero, is kept of their opposites; the other flags have no say.
     """
     spectrum = torch.fft.fft2(images.to(torch.promote_types(images.dtype, torch.float32)))

@@ -1,20 +1,29 @@
-"""A model by name, on a device: the one place where the bench and the commands get theirs."""
+"""Models by name, and devices: the one place where the bench and the commands get theirs."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from ..errors import ConfigError, ModelError, nearest
+from ..core import statefile
+from ..errors import AcclimateError, ConfigError, ModelError, StateError, nearest
+from .families import view
 
-BUNDLED = "bundled"
+if TYPE_CHECKING:
+    from ..core.statistics import SourceStatistics
+
+SOURCE_MODEL = "source model"  # the kind of file that `acclimate train-source` writes
 
 
 def pick_device(name: str | None = None) -> torch.device:
-    """The named device, or by default a GPU if there is one."""
+    """Return the named device, or by default a GPU if there is one."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -25,25 +34,75 @@ def pick_device(name: str | None = None) -> torch.device:
     return device
 
 
-def load_model(name: str = BUNDLED, *, weights: str | os.PathLike[str] | None = None) -> nn.Module:
-    """A vision transformer, ready to be wrapped.
+@dataclass(frozen=True)
+class SourceModel:
+    """A source model, and what belongs to it.
+
+    Args:
+        name: What results call it.
+        load: Returns the model.
+        options: Returns options of methods that were tuned for it and batches of a size; `tuned=False` gives those alone
+            that a method cannot do without.
+        statistics: Returns its source statistics, of all kinds or of those that are needed.
+    """
+
+    name: str
+    load: Callable[[], nn.Module]
+    options: Callable[[int, bool], dict[str, dict[str, Any]]] = lambda batch_size, tuned: {}
+    statistics: Callable[[Collection[str] | None], list[SourceStatistics]] = lambda needed: []
+
+
+def _bundled() -> SourceModel:
+    from ..data import bundled  # the package's own model lies with its images
+
+    return SourceModel(bundled.NAME, bundled.model, bundled.options, bundled.source_statistics)
+
+
+CATALOGUE: dict[str, Callable[[], SourceModel]] = {"bundled": _bundled}  # names that are neither timm's nor a file
+
+
+def source_model(name: str, *, weights: str | os.PathLike[str] | None = None) -> SourceModel:
+    """Return a source model by name.
 
     Args:
         name: "bundled", a name of timm's with the tag of its weights (`vit_base_patch16_224.augreg_in21k_ft_in1k`), or a
             file that `acclimate train-source` wrote.
         weights: A local file with the weights of a timm model (`.safetensors` or `.pth`), instead of a download.
     """
-    if name == BUNDLED:
+    if name in CATALOGUE:
         if weights is not None:
-            raise ConfigError("The bundled model has weights of its own: weights= goes with a name of timm's.")
-        from ..data import bundled
-
-        return bundled.model()
+            raise ConfigError(f"The model {name!r} has weights of its own: weights= goes with a name of timm's.")
+        return CATALOGUE[name]()
     if name.endswith(".safetensors"):
-        from ..training.source_model import load_source
+        return SourceModel(name, lambda: load_source(name))
+    return SourceModel(name, lambda: create_timm(name, weights=weights).eval())
 
-        return load_source(name)
-    return create_timm(name, weights=weights).eval()
+
+def load_model(name: str = "bundled", *, weights: str | os.PathLike[str] | None = None) -> nn.Module:
+    """Return a model by name, ready to be wrapped. `source_model` says which names there are."""
+    return source_model(name, weights=weights).load()
+
+
+def load_source(path: str | os.PathLike[str]) -> nn.Module:
+    """Return a model that `train_source` wrote, with its normalisation in `pretrained_cfg`, where timm looks for it."""
+    from timm.data import resolve_model_data_config
+
+    tensors, header = statefile.read_kind(path, SOURCE_MODEL)
+    try:
+        told = header["settings"]
+        names = tuple(told["classes"])
+        model: Any = create_timm(told["model"], pretrained=False, num_classes=len(names))
+        model.load_state_dict(tensors)
+        takes = {key: tuple(told[key]) for key in ("input_size", "mean", "std")} | {"crop_pct": told["crop_pct"]}
+        model.pretrained_cfg = {**model.pretrained_cfg, **takes, "num_classes": len(names), "label_names": names}
+        model.default_cfg = model.pretrained_cfg  # timm's older name for it
+        resolved = resolve_model_data_config(model)
+        if view(model).image_size != takes["input_size"][1:] or any(resolved[key] != takes[key] for key in takes):
+            raise StateError(f"it reads {resolved} where {takes} is written.")
+    except (AcclimateError, RuntimeError, KeyError, TypeError) as error:
+        versions = f"timm {metadata.version('timm')}, and was made with {header.get('versions', {}).get('timm')}"
+        raise StateError(f"{path} cannot be rebuilt by {versions}: {error}") from error
+    return model.eval()
 
 
 def create_timm(

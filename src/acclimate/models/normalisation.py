@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..errors import ConfigError
@@ -29,9 +31,19 @@ class Normalisation:
     std: tuple[float, ...]
 
     def apply(self, pixels: Tensor) -> Tensor:
+        """Return what the model takes, of pixels from 0 to 1."""
         return (pixels - _channels(self.mean, pixels)) / _channels(self.std, pixels)
 
+    def of_bytes(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
+        """Return uint8 pixels, (N, height, width, channels), as what the model takes, (N, channels, height, width)."""
+        return self.apply(torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255)
+
+    def to_bytes(self, images: Tensor) -> npt.NDArray[np.uint8]:
+        """Return images as the model takes them as uint8 pixels, (N, height, width, channels)."""
+        return (self.undo(images).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+
     def undo(self, images: Tensor) -> Tensor:
+        """Return pixels from 0 to 1, of what the model takes."""
         return images * _channels(self.std, images) + _channels(self.mean, images)
 
 
@@ -39,10 +51,10 @@ def _channels(values: tuple[float, ...], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None, None]
 
 
-def normalisation(
+def model_normalisation(
     vit: ViT, mean: float | Sequence[float] | None = None, std: float | Sequence[float] | None = None
 ) -> Normalisation | None:
-    """What was given, else what a timm model says of itself, else None: nothing is assumed."""
+    """Return the normalisation that was given, else what a timm model says of itself, else None: nothing is assumed."""
     if (mean is None) != (std is None):
         raise ConfigError(f"mean={mean}, std={std}: give both, or neither.")
     if mean is None or std is None:
@@ -66,10 +78,24 @@ def _per_channel(vit: ViT, name: str, values: float | Sequence[float]) -> tuple[
     return tuple(numbers)
 
 
+def processor_normalisation(processor: object) -> tuple[list[float], list[float]]:
+    """Return mean and std from a transformers image processor, from torchvision weights, or from their transforms."""
+    if hasattr(processor, "transforms"):  # torchvision's weights
+        processor = processor.transforms()
+    for names in (("image_mean", "image_std"), ("mean", "std")):
+        mean, std = (getattr(processor, name, None) for name in names)
+        if mean is not None and std is not None:
+            return [float(value) for value in mean], [float(value) for value in std]
+    raise ConfigError(
+        f"processor: a {type(processor).__name__} has no image_mean and image_std, and no mean and std: give a transformers "
+        "image processor, or torchvision weights."
+    )
+
+
 def unknown_normalisation(model: str) -> ConfigError:
-    """The error of a method that augments, with a model that does not say how its images are normalised."""
+    """Return the error for a model that does not say how its images are normalised."""
     return ConfigError(
-        f"This method augments pixels, and this {model} does not say how they are normalised: give adapt(..., mean=, std=). "
-        "They stand in a transformers model's image processor (image_mean, image_std) and in torchvision's "
+        f"This {model} does not say how its images are normalised: give mean= and std= (on the command line --mean and "
+        "--std). They stand in a transformers model's image processor (image_mean, image_std) and in torchvision's "
         "weights.transforms() (mean, std); a model that timm.create_model made has its own (pretrained_cfg)."
     )

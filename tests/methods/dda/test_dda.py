@@ -16,12 +16,13 @@ from acclimate.core.method import Method
 from acclimate.core.registry import find
 from acclimate.data import bundled
 from acclimate.data.corruptions import Corruption
-from acclimate.data.datasets import Corrupted, Subset
-from acclimate.data.disk import Files, Preprocess
+from acclimate.data.disk import Files
+from acclimate.data.domains import Corrupted, Subset
+from acclimate.data.preprocess import Preprocess
 from acclimate.errors import ConfigError, InputError, StateError
 from acclimate.methods.dda import unet
 from acclimate.methods.dda.denoisers import Gaussian, open_denoiser
-from acclimate.methods.dda.folder import Beside, generate_folder
+from acclimate.methods.dda.folder import PairedDomain, generate_folder
 from acclimate.methods.dda.method import DDA, combined
 from acclimate.methods.dda.process import Schedule, regenerated, resized
 from acclimate.testing.check import tiny_batches, tiny_vit
@@ -94,7 +95,7 @@ def test_a_frozen_call_is_the_next_step(batches):
 
 
 class Pool(nn.Module):
-    """Sees but a coarse picture, of another size than the model's."""
+    """Sees but a coarse image, of another size than the model's."""
 
     size, channels = 20, 3
 
@@ -228,28 +229,28 @@ def test_a_folder_keeps_its_shape_and_can_be_taken_up(photos):
         generate_folder(photos / "in", photos / "new", "gaussian", scale=-1)
 
 
-def test_a_generated_picture_is_what_the_method_makes(photos):
+def test_a_generated_image_is_what_the_method_makes(photos):
     generate_folder(photos / "in", photos / "out", "gaussian", **QUICK)
     seed = int(torch.randint(2**62, (3,), generator=torch.Generator().manual_seed(0))[1])
-    picture = torch.tensor(np.array(Image.open(photos / "in/cat/b.png"))).permute(2, 0, 1)[None] / 127.5 - 1
-    expected = (regenerated(Gaussian(), picture, [seed], **QUICK).clamp(-1, 1) + 1) * 127.5
+    image = torch.tensor(np.array(Image.open(photos / "in/cat/b.png"))).permute(2, 0, 1)[None] / 127.5 - 1
+    expected = (regenerated(Gaussian(), image, [seed], **QUICK).clamp(-1, 1) + 1) * 127.5
     shown = torch.tensor(np.array(Image.open(photos / "out/cat/b.png"))).permute(2, 0, 1)
     assert (shown - expected[0]).abs().max() <= 0.51
 
 
-def test_damaged_pictures(photos, capsys):
-    (photos / "in/cat/z.png").write_bytes(b"no picture")
+def test_damaged_images(photos, capsys):
+    (photos / "in/cat/z.png").write_bytes(b"no image")
     command = ["dda", str(photos / "in"), str(photos / "out"), "--denoiser", "gaussian", "--steps", "10", "--start", "2"]
     assert cli.main(command) == 2
     assert "z.png cannot be read" in capsys.readouterr().err
     assert cli.main([*command, "--skip-unreadable"]) == 0
-    assert "1 unreadable pictures skipped: cat/z.png" in capsys.readouterr().out
+    assert "1 unreadable images skipped: cat/z.png" in capsys.readouterr().out
 
 
-# ---- pictures generated before --------------------------------------------------------------------------------
+# ---- images generated before --------------------------------------------------------------------------------
 
 
-def test_pictures_that_were_generated_before(batches):
+def test_images_that_were_generated_before(batches):
     made = acclimate.adapt(tiny_vit(), "dda", **HOW)
     seen = generated(made)
     expected = made(batches[0])
@@ -267,7 +268,7 @@ def test_pictures_that_were_generated_before(batches):
 
 @pytest.fixture
 def trees(tmp_path):
-    """Pictures as ImageNet-C has them, and what was made of them, with a value that tells which is which."""
+    """Images as ImageNet-C has them, and what was made of them, with a value that tells which is which."""
     for i, name in enumerate(("fog/5/cat/a", "fog/5/dog/b", "snow/5/cat/c", "snow/5/dog/d")):
         for tree, suffix, size, value in (("in", "JPEG", 16, 10 * i), ("out", "png", 24, 100 + 10 * i)):
             file = tmp_path / tree / f"{name}.{suffix}"
@@ -281,39 +282,39 @@ def files(trees, **how):
     return Files(trees / "in/fog/5", ["cat/a.JPEG", "dog/b.JPEG"], [0, 1], how.pop("preprocess", plain), name="fog", **how)
 
 
-def test_a_generated_picture_stands_beside_its_own(trees):
+def test_a_generated_image_stands_beside_its_own(trees):
     for folder in ("out", "out/fog", "out/fog/5"):  # the tree may have been made of any folder above
-        pair = Beside(files(trees), trees / folder).load(np.array([1, 0]))
+        pair = PairedDomain(files(trees), trees / folder).load(np.array([1, 0]))
         assert pair.shape == (2, 2, 3, 16, 16)
         assert pair.flatten(2).mean(2).round().tolist() == [[10, 110], [0, 100]]
-    sample = Beside(Subset(files(trees), 1), trees / "out")
+    sample = PairedDomain(Subset(files(trees), 1), trees / "out")
     (shown,) = sample.load(np.array([0])).flatten(2).mean(2).round().tolist()
     assert shown[1] == shown[0] + 100 and len(sample.labels) == 1
 
 
-def test_what_generated_pictures_show(trees):
+def test_what_generated_images_show(trees):
     framed = np.pad(np.full((16, 16, 3), 255, np.uint8), ((4, 4), (4, 4), (0, 0)))
     Image.fromarray(framed).save(trees / "out/fog/5/cat/a.png")
-    whole = Beside(files(trees), trees / "out").load(np.array([0]))[0, 1]
+    whole = PairedDomain(files(trees), trees / "out").load(np.array([0]))[0, 1]
     assert whole[:, 0, 0].max() < 10 and whole[:, 8, 8].min() > 250  # stored squares were enlarged as a whole
     cut = Preprocess(24, 16, (0.0,) * 3, (1 / 255,) * 3)
-    centre = Beside(files(trees, preprocess=cut), trees / "out").load(np.array([0]))[0, 1]
+    centre = PairedDomain(files(trees, preprocess=cut), trees / "out").load(np.array([0]))[0, 1]
     assert centre.min() > 250  # of photographs, the denoiser saw what is resized and then cut
 
 
-def test_generated_pictures_that_are_not_there(trees):
+def test_generated_images_that_are_not_there(trees):
     (trees / "out/fog/5/dog/b.png").unlink()
-    with pytest.raises(InputError, match=r"lacks 1 of 2 pictures \(fog/5/dog/b.png\): `acclimate dda`"):
-        Beside(files(trees), trees / "out")
+    with pytest.raises(InputError, match=r"lacks 1 of 2 images \(fog/5/dog/b.png\): `acclimate dda`"):
+        PairedDomain(files(trees), trees / "out")
     with pytest.raises(InputError, match=r"nowhere lacks what was made of .*a\.png"):
-        Beside(files(trees), trees / "nowhere")
+        PairedDomain(files(trees), trees / "nowhere")
     with pytest.raises(ConfigError, match="`acclimate corrupt`"):
-        Beside(files(trees, corruption=Corruption("fog", 5)), trees / "out")
-    with pytest.raises(ConfigError, match="not a folder of picture files"):
-        Beside(Corrupted(bundled.images().sample(4), mean=bundled.MEAN, std=bundled.STD), trees / "out")
+        PairedDomain(files(trees, corruption=Corruption("fog", 5)), trees / "out")
+    with pytest.raises(ConfigError, match="not a folder of image files"):
+        PairedDomain(Corrupted(bundled.images().sample(4), mean=bundled.MEAN, std=bundled.STD), trees / "out")
 
 
-def test_the_bench_shows_dda_the_generated_pictures_and_others_the_originals(trees):
+def test_the_bench_shows_dda_the_generated_images_and_others_the_originals(trees):
     model, data = tiny_vit(), files(trees, preprocess=Preprocess(32, 32, (0.5,) * 3, (0.5,) * 3))
     for ensemble in ("none", "sum"):
         source, dda = results = acclimate.bench(
@@ -323,7 +324,7 @@ def test_the_bench_shows_dda_the_generated_pictures_and_others_the_originals(tre
         assert source.spec.order == dda.spec.order and "generated" in dda.spec.data[0]
         assert "generated" not in source.spec.data[0]
         assert "dda" in results.table()  # both met the same images
-        images = Beside(data, trees / "out").load(np.array([0, 1]))
+        images = PairedDomain(data, trees / "out").load(np.array([0, 1]))
         with torch.no_grad():
             each = [model(images[:, i]).softmax(-1) for i in (0, 1)]
         shown = each[1] if ensemble == "none" else (each[0] + each[1]) / 2
@@ -339,7 +340,7 @@ def test_the_bundled_denoiser_takes_noise_away():
     assert bundled.DENOISER.stat().st_size < 2**20
     clean = Corrupted(bundled.images().sample(16), mean=bundled.MEAN, std=bundled.STD).load(np.arange(16))
     noise, step = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0)), 200
-    seen = Schedule().picture((noisy := Schedule().noised(clean, step, noise)), step, net(noisy, torch.full((16,), step)))
+    seen = Schedule().new_image((noisy := Schedule().noised(clean, step, noise)), step, net(noisy, torch.full((16,), step)))
     assert (seen - clean).square().mean() < 0.1 * (noisy - clean).square().mean()
 
 

@@ -35,11 +35,11 @@ def test_the_whole_schedule_is_linear():
     assert schedule.kept[2] == pytest.approx(math.prod(1 - beta for beta in schedule.betas[:3]))
 
 
-def test_a_thinned_out_schedule_has_the_same_pictures():
+def test_a_thinned_out_schedule_has_the_same_images():
     whole, thin = Schedule(), Schedule(100)
     assert (thin.steps[0], thin.steps[1], thin.steps[50], thin.steps[-1]) == (0, 10, 505, 999)
     assert thin.kept == [whole.kept[step] for step in thin.steps]
-    # one of its steps does what those between two of its pictures do
+    # one of its steps does what those between two of its images do
     assert 1 - thin.betas[7] == pytest.approx(math.prod(1 - b for b in whole.betas[thin.steps[6] + 1 : thin.steps[7] + 1]))
 
 
@@ -49,21 +49,21 @@ def test_a_schedule_of_a_wrong_length(count):
         Schedule(count)
 
 
-def test_noise_and_picture_are_inverse():
+def test_noise_and_image_are_inverse():
     schedule, x, noise = Schedule(20), torch.randn(2, 1, 3, 3), torch.randn(2, 1, 3, 3)
     noisy = schedule.noised(x, 11, noise)
     torch.testing.assert_close(noisy, schedule.kept[11] ** 0.5 * x + (1 - schedule.kept[11]) ** 0.5 * noise)
-    torch.testing.assert_close(schedule.picture(noisy, 11, noise), x, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(schedule.image(noisy, 11, noise), x, atol=1e-5, rtol=1e-5)
 
 
 def test_the_step_back_is_bayes_rule():
-    """Of two Gaussians, what a picture becomes before a step and what a step makes of that, the product is the posterior."""
+    """Of two Gaussians, what an image becomes before a step and what a step makes of that, the product is the posterior."""
     schedule, i = Schedule(20), 9
     before, beta = schedule.kept[i - 1], schedule.betas[i]
     precision = 1 / (1 - before) + (1 - beta) / beta
-    picture, x = torch.tensor(0.3), torch.tensor(-0.8)
-    mean = (before**0.5 * picture / (1 - before) + (1 - beta) ** 0.5 * x / beta) / precision
-    torch.testing.assert_close(schedule.mean_before(x, i, picture), mean)
+    image, x = torch.tensor(0.3), torch.tensor(-0.8)
+    mean = (before**0.5 * image / (1 - before) + (1 - beta) ** 0.5 * x / beta) / precision
+    torch.testing.assert_close(schedule.mean_before(x, i, image), mean)
     assert schedule.variances[i] == pytest.approx(1 / precision)
     assert schedule.deviation(i, None) == pytest.approx(precision**-0.5)
 
@@ -102,15 +102,15 @@ def test_the_gradient_of_the_guidance_against_finite_differences():
     torch.testing.assert_close((moved.gradient * way).flatten(1).sum(1, keepdim=True), numeric, rtol=1e-4, atol=1e-6)
 
 
-def test_the_distance_is_of_each_picture_or_of_the_batch():
-    pictures = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0)) - 0.5
+def test_the_distance_is_of_each_image_or_of_the_batch():
+    images = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0)) - 0.5
     how = dict(steps=10, start=3)
-    each = regenerated(Gaussian(), pictures, [1, 2, 3], **how)
-    alone = torch.cat([regenerated(Gaussian(), p[None], [seed], **how) for p, seed in zip(pictures, [1, 2, 3])])
+    each = regenerated(Gaussian(), images, [1, 2, 3], **how)
+    alone = torch.cat([regenerated(Gaussian(), p[None], [seed], **how) for p, seed in zip(images, [1, 2, 3])])
     torch.testing.assert_close(each, alone)
-    batch = regenerated(Gaussian(), pictures, [1, 2, 3], reference=True, **how)
+    batch = regenerated(Gaussian(), images, [1, 2, 3], reference=True, **how)
     alone = torch.cat(
-        [regenerated(Gaussian(), p[None], [seed], reference=True, **how) for p, seed in zip(pictures, [1, 2, 3])]
+        [regenerated(Gaussian(), p[None], [seed], reference=True, **how) for p, seed in zip(images, [1, 2, 3])]
     )
     assert not torch.allclose(batch, alone, atol=1e-2)
 
@@ -118,17 +118,17 @@ def test_the_distance_is_of_each_picture_or_of_the_batch():
 def test_one_guided_step_by_hand():
     """As autograd has it of the distance itself, for the whole batch and from the step above."""
     schedule, seeds = Schedule(10), [4, 5]
-    pictures = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)) - 0.5
+    images = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)) - 0.5
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     first, second = (torch.stack([torch.randn(1, 8, 8, generator=g) for g in generators]) for _ in range(2))
     for reference in (False, True):
-        x = schedule.noised(pictures, 1 if reference else 0, first).requires_grad_()
-        seen = schedule.picture(x, 0, Gaussian()(x, torch.zeros(2, dtype=torch.long))).clamp(-1, 1)
-        difference = low_pass(pictures, 2) - low_pass(seen, 2)
+        x = schedule.noised(images, 1 if reference else 0, first).requires_grad_()
+        seen = schedule.image(x, 0, Gaussian()(x, torch.zeros(2, dtype=torch.long))).clamp(-1, 1)
+        difference = low_pass(images, 2) - low_pass(seen, 2)
         distance = difference.norm() if reference else difference.flatten(1).norm(dim=1).sum()
         (gradient,) = torch.autograd.grad(distance, x)
         expected = schedule.mean_before(x, 0, seen) + 0 * second - 0.7 * gradient
-        made = regenerated(Gaussian(), pictures, seeds, steps=10, start=1, factor=2, scale=0.7, reference=reference)
+        made = regenerated(Gaussian(), images, seeds, steps=10, start=1, factor=2, scale=0.7, reference=reference)
         torch.testing.assert_close(made, expected.detach())
 
 
@@ -138,28 +138,28 @@ def test_no_distance_has_no_gradient():
     assert torch.equal(made, white)  # limited to white at every step
 
 
-def test_gaussian_pictures_in_closed_form():
-    """The chain of the best denoiser for Gaussian pictures is linear: its mean and variance follow a recursion."""
+def test_gaussian_images_in_closed_form():
+    """The chain of the best denoiser for Gaussian images is linear: its mean and variance follow a recursion."""
     m, s, schedule = 0.1, 0.15, Schedule(20)
-    picture, start = 0.4, 12
-    mean, variance = schedule.kept[start - 1] ** 0.5 * picture, 1 - schedule.kept[start - 1]
+    image, start = 0.4, 12
+    mean, variance = schedule.kept[start - 1] ** 0.5 * image, 1 - schedule.kept[start - 1]
     for i in reversed(range(start)):
         kept = schedule.kept[i]
-        slope = kept**0.5 * s**2 / (kept * s**2 + 1 - kept)  # of the expected picture in x
+        slope = kept**0.5 * s**2 / (kept * s**2 + 1 - kept)  # of the expected image in x
         offset = m - slope * kept**0.5 * m
         a, b, c = (float(schedule.mean_before(torch.tensor(x), i, torch.tensor(p))) for x, p in ((1, 0), (0, 1), (0, 0)))
         assert c == 0
         mean = a * mean + b * (slope * mean + offset)
         variance = (a + b * slope) ** 2 * variance + float(schedule.deviation(i, None)) ** 2
-    made = regenerated(Gaussian(m, s), torch.full((4, 1, 64, 64), picture), [1, 2, 3, 4], steps=20, start=start, scale=0)
+    made = regenerated(Gaussian(m, s), torch.full((4, 1, 64, 64), image), [1, 2, 3, 4], steps=20, start=start, scale=0)
     assert float(made.mean()) == pytest.approx(mean, abs=4 * (variance / made.numel()) ** 0.5)
     assert float(made.var()) == pytest.approx(variance, rel=0.06)
 
 
 def test_guidance_brings_the_low_frequencies_nearer():
-    pictures = low_pass(torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)) - 0.5, 4)
-    near, far = (regenerated(Gaussian(), pictures, [1, 2], steps=100, start=50, scale=scale) for scale in (6.0, 0.0))
-    assert (low_pass(near - pictures, 4)).norm() < 0.7 * (low_pass(far - pictures, 4)).norm()
+    images = low_pass(torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)) - 0.5, 4)
+    near, far = (regenerated(Gaussian(), images, [1, 2], steps=100, start=50, scale=scale) for scale in (6.0, 0.0))
+    assert (low_pass(near - images, 4)).norm() < 0.7 * (low_pass(far - images, 4)).norm()
 
 
 def test_a_denoiser_of_a_wrong_shape():
@@ -186,7 +186,7 @@ def test_the_default_architecture_has_the_layout_that_is_written_down():
     assert shapes["out.2.weight"] == (6, 256, 3, 3)
 
 
-def test_pictures_and_steps_pass_on_their_own():
+def test_images_and_steps_pass_on_their_own():
     net = random_unet()
     x, steps = torch.randn(3, 3, 8, 8), torch.tensor([0, 500, 999])
     out = net(x, steps)

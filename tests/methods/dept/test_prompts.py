@@ -12,11 +12,11 @@ import acclimate
 from acclimate import cli
 from acclimate.core import statefile
 from acclimate.core.statistics import SourceStatistics
-from acclimate.data.datasets import Corrupted
+from acclimate.data.domains import Corrupted
 from acclimate.errors import ConfigError, InputError, ModelError, StateError
 from acclimate.methods.dept.network import Sizes
 from acclimate.methods.dept.training import PromptRecipe, train_prompts
-from coloured import COLOURS, MEAN, STD, Interrupting, domain, pictures, same, write_folder
+from coloured import COLOURS, MEAN, STD, Interrupting, domain, new_images, same, write_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SIZES = Sizes(stages=2, prompts=3, hidden=12, bottleneck=6, outputs=8)
@@ -48,13 +48,13 @@ def test_it_learns_and_says_what_it_did(trained):
     assert not list(out.parent.glob("*unfinished"))
     header = statefile.read(out)[1]
     assert header["history"][0][0] > header["history"][-1][0]
-    assert header["settings"]["recipe"]["smoothing"] == 0.1 and header["settings"]["data"]["count"] == 60
+    assert header["settings"]["recipe"]["smoothing"] == 0.1 and header["settings"]["images"] == 60
     assert {name.split("/")[1].split(".")[0] for name in load_file(out)} == {"prompts", "head", "dino"}
 
 
 def test_dept_begins_with_them(trained):
     model = acclimate.adapt(plain(), "dept-g", source_statistics=trained[0], bank=32)
-    images = Corrupted(pictures(8), "gaussian_noise", 2, mean=MEAN, std=STD)
+    images = Corrupted(new_images(8), "gaussian_noise", 2, mean=MEAN, std=STD)
     labels = torch.from_numpy(images.labels)
     right = (model(images.load(np.arange(len(labels)))).argmax(-1) == labels).float().mean()
     assert right >= 0.8 and model.record.used == len(labels)
@@ -112,7 +112,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     sizes = ["--stages", "2", "--prompts", "2", "--hidden", "8", "--bottleneck", "4", "--outputs", "6"]
     given = ["train-prompts", "--model", "mine", "--data", "folder", "--root", str(root), "--out", str(out), "--epochs", "1"]
     assert cli.main([*given, *sizes, "--workers", "0", "--device", "cpu"]) == 0
-    assert "pictures held out" in capsys.readouterr().out
+    assert "images held out" in capsys.readouterr().out
     assert SourceStatistics.load(out).about["outputs"] == 6
     assert (
         cli.main([*given, "--workers", "0", "--device", "cpu"]) == 2 and "sizes.bottleneck was 4" in capsys.readouterr().err

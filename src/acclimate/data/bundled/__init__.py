@@ -20,11 +20,13 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from ..corruptions import Pixels
-from ..datasets import Images
+from ..domains import Images
+from ..preprocess import Preprocess
 
 if TYPE_CHECKING:
     from ...core.statistics import SourceStatistics
 
+NAME = "bundled"
 HERE = Path(__file__).parent
 WEIGHTS = HERE / "vit.safetensors"
 TUNED = HERE / "tuned.json"
@@ -34,10 +36,11 @@ DENOISER = HERE / "denoiser.safetensors"
 CLASSES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
 SIZE = 28
 MEAN = STD = (0.5, 0.5, 0.5)
+PREPROCESS = Preprocess(None, None, MEAN, STD)
 SHOWN = ("impulse_noise", "glass_blur", "brightness", "elastic_transform")  # one corruption of each family
 SEVERITY, CONSTANTS = 2, "imagenet-c"  # here the source model is right about 6 times in 10; CIFAR-10-C's hardly harm it
 ASSETS = {"dda": {"denoiser": "bundled"}}  # what methods need beside the model, by method and option
-FOR_TUNING = 2000  # images on which `tuned` was chosen: the last ones that `Images.sample` draws
+FOR_TUNING = 2000  # images on which `tuned` was chosen: the last ones that `Subset.sample` draws
 
 
 def model() -> VisionTransformer:
@@ -83,7 +86,7 @@ def images() -> Images:
     return read(HERE, "t10k")
 
 
-def tuned(batch_size: int = 64) -> dict[str, dict[str, Any]]:
+def tuned_options(batch_size: int = 64) -> dict[str, dict[str, Any]]:
     """For each method, the options that `tools/tune_bundled.py` chose for this model on the four extra corruptions.
 
     They were chosen for batches of 64. A learning rate that the method would scale with the batch is scaled so here, too.
@@ -97,9 +100,9 @@ def tuned(batch_size: int = 64) -> dict[str, dict[str, Any]]:
     return chosen
 
 
-def options(batch_size: int = 64) -> dict[str, dict[str, Any]]:
-    """For each method what it cannot do without, and what was tuned for it."""
-    chosen = tuned(batch_size)
+def options(batch_size: int = 64, tuned: bool = True) -> dict[str, dict[str, Any]]:
+    """Return for each method what it cannot do without, and what was tuned for it."""
+    chosen = tuned_options(batch_size) if tuned else {}
     return {method: {**ASSETS.get(method, {}), **chosen.get(method, {})} for method in {**ASSETS, **chosen}}
 
 
@@ -117,11 +120,12 @@ def prompts() -> SourceStatistics:
     return SourceStatistics.load(PROMPTS)
 
 
-def source(needed: Collection[str] | None = None) -> list[SourceStatistics]:
-    """Both of these, or those that have something of the kinds that are needed."""
-    if needed is None:
-        return [statistics(), prompts()]
-    return [found for found in source() if {*needed} & {*found.kinds}] if needed else []
+def source_statistics(needed: Collection[str] | None = None) -> list[SourceStatistics]:
+    """Return both of these, or those that have something of the kinds that are needed."""
+    if needed is not None and not needed:
+        return []
+    both = [statistics(), prompts()]
+    return both if needed is None else [found for found in both if {*needed} & {*found.kinds}]
 
 
 def read(folder: Path, part: str) -> Images:

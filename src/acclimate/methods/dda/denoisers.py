@@ -28,9 +28,9 @@ def open_denoiser(name: str | os.PathLike[str] | None) -> Denoiser:
 
 
 class Gaussian(nn.Module):
-    """The best possible denoiser for pictures whose pixels are independent and normally distributed.
+    """The best possible denoiser for images whose pixels are independent and normally distributed.
 
-    That is no model of real pictures: it pulls every pixel towards a grey. But all about it is known in closed form.
+    That is no model of real images: it pulls every pixel towards a grey. But all about it is known in closed form.
 
     Args:
         mean: Of the pixels, which are from -1 to 1.

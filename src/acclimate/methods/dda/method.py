@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from ...core.engine import Engine, entropy
 from ...core.method import Info, Method, Setup, Step
 from ...core.registry import register
-from ...data.datasets import Domain
+from ...data.domains import Domain
 from ...errors import ConfigError, require_between, require_whole
 from ...models.view import ViT
 from .denoisers import open_denoiser
-from .folder import Beside
+from .folder import PairedDomain
 from .process import Denoiser, regenerated, resized
 
 ENSEMBLES = ("sum", "entropy", "confidence", "none")
-PIXELS_AT_ONCE = 4 * 256**2  # in a pass of the denoiser; the authors take four pictures at a time
+PIXELS_AT_ONCE = 4 * 256**2  # in a pass of the denoiser; the authors take four images at a time
 ZOOM = 256 / 224  # of what the authors' classifier sees: resized to 256, the central 224 cut out
 
 
@@ -43,10 +43,10 @@ class DDA(Method):
                 return net  # an nn.Module as acclimate.methods.dda.process.Denoiser describes it
 
     The denoiser is no part of a state file, which only names it. Its passes follow `precision` and, if given, `micro_batch`.
-    Pictures that were generated before (`acclimate dda`) cost nothing more: see `generated`.
+    Images that were generated before (`acclimate dda`) cost nothing more: see `generated`.
 
-    Ours is how the low-pass filter and resizing treat the borders of a picture (as torch does), that the guidance looks at
-    the denoiser's picture after it was limited to -1 ... 1, and that the result is not rounded to 8 bits before it is
+    Ours is how the low-pass filter and resizing treat the borders of an image (as torch does), that the guidance looks at
+    the denoiser's image after it was limited to -1 ... 1, and that the result is not rounded to 8 bits before it is
     classified. The network of the paper's weights was written anew, and has not been run with the real file.
 
     Args:
@@ -57,7 +57,7 @@ class DDA(Method):
             what was generated of it; batches of your own have to be so, (batch, 2, channels, height, width).
         steps: Steps to which the schedule of 1000 is thinned out.
         start: Steps of noise that an image gets, of these.
-        factor: By how much the low-pass filter shrinks a picture, and enlarges it again.
+        factor: By how much the low-pass filter shrinks an image, and enlarges it again.
         scale: Strength of the guidance.
         ensemble: "sum" averages the two predictions; "entropy" takes the one of lower entropy, "confidence" that with the
             higher largest probability; "none" takes that for the generated image.
@@ -117,14 +117,14 @@ class DDA(Method):
 
     def present(self, domain: Domain) -> Domain:
         """Return a domain as the bench shows it to this method: with the generated image beside each original."""
-        return domain if self.generated is None else Beside(domain, self.generated)
+        return domain if self.generated is None else PairedDomain(domain, self.generated)
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         if self.generated is not None:
             return []
         denoiser = self.open_denoiser()
         if denoiser.channels not in (None, vit.channels):
-            raise ConfigError(f"The denoiser's pictures have {denoiser.channels} channels, the model's {vit.channels}.")
+            raise ConfigError(f"The denoiser's images have {denoiser.channels} channels, the model's {vit.channels}.")
         self._held = (denoiser,)  # in a tuple it does not become a part of the state
         return []
 
@@ -160,12 +160,12 @@ class DDA(Method):
         return combined(self.ensemble, *map(engine.predict, pairs.unbind(1)))
 
     def generate(self, pixels: Tensor, seeds: Sequence[int], engine: Engine, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """Pictures of the source domain in the place of these, of the denoiser's size; all are from 0 to 1."""
+        """Images of the source domain in the place of these, of the denoiser's size; all are from 0 to 1."""
         (denoiser,) = self._held
         if isinstance(denoiser, nn.Module):
             denoiser.to(pixels.device)
         size = pixels.shape[-2:] if denoiser.size is None else (denoiser.size, denoiser.size)
-        pictures = (2 * resized(pixels.float(), size) - 1).clamp(-1, 1)
+        images = (2 * resized(pixels.float(), size) - 1).clamp(-1, 1)
 
         def denoise(x: Tensor, steps: Tensor) -> Tensor:
             with engine.autocast():
@@ -173,7 +173,7 @@ class DDA(Method):
 
         made = regenerated(
             denoise,
-            pictures,
+            images,
             seeds,
             steps=self.steps,
             start=self.start,

@@ -1,6 +1,6 @@
-"""The diffusion process: noise is added to a picture step by step, and taken away again with the help of a denoiser.
+"""The diffusion process: noise is added to an image step by step, and taken away again with the help of a denoiser.
 
-Pictures are from -1 to 1, (batch, channels, height, width). Equations are those of Ho et al. (NeurIPS 2020), the variance
+Images are from -1 to 1, (batch, channels, height, width). Equations are those of Ho et al. (NeurIPS 2020), the variance
 between two bounds that of Nichol and Dhariwal (ICML 2021), guidance that of Gao et al. (CVPR 2023).
 """
 
@@ -20,20 +20,20 @@ STEPS, FIRST_BETA, LAST_BETA = 1000, 1e-4, 0.02  # of the process that denoisers
 
 
 class Denoiser(Protocol):
-    """What predicts the noise in pictures, such as an `nn.Module` with these two attributes.
+    """What predicts the noise in images, such as an `nn.Module` with these two attributes.
 
-    It gets noisy pictures and their steps, whole numbers from 0 to 999, (batch,), in the linear schedule of 1000 steps. It
+    It gets noisy images and their steps, whole numbers from 0 to 999, (batch,), in the linear schedule of 1000 steps. It
     returns the noise; or twice the channels, of which the second half says, from -1 to 1, where the logarithm of the
-    variance lies between its two bounds. It has to treat each picture on its own.
+    variance lies between its two bounds. It has to treat each image on its own.
     """
 
     @property
     def size(self) -> int | None:
-        """Side of the square pictures that it takes; None for any."""
+        """Side of the square images that it takes; None for any."""
 
     @property
     def channels(self) -> int | None:
-        """Of the pictures; None for any."""
+        """Of the images; None for any."""
 
     def __call__(self, x: Tensor, steps: Tensor, /) -> Tensor: ...
 
@@ -59,69 +59,69 @@ class Schedule:
         kept = every[self.steps]
         before = torch.cat([kept.new_ones(1), kept[:-1]])
         betas = 1 - kept / before
-        self.kept: list[float] = kept.tolist()  # the share of the picture's variance that is left after step i
+        self.kept: list[float] = kept.tolist()  # the share of the image's variance that is left after step i
         self._before: list[float] = before.tolist()
         self.betas: list[float] = betas.tolist()
-        self.variances: list[float] = ((1 - before) / (1 - kept) * betas).tolist()  # of the step back, given the picture
+        self.variances: list[float] = ((1 - before) / (1 - kept) * betas).tolist()  # of the step back, given the image
 
     def __len__(self) -> int:
         return len(self.steps)
 
-    def noised(self, picture: Tensor, i: int, noise: Tensor) -> Tensor:
-        """The picture after step i."""
-        return math.sqrt(self.kept[i]) * picture + math.sqrt(1 - self.kept[i]) * noise
+    def noised(self, image: Tensor, i: int, noise: Tensor) -> Tensor:
+        """The image after step i."""
+        return math.sqrt(self.kept[i]) * image + math.sqrt(1 - self.kept[i]) * noise
 
-    def picture(self, x: Tensor, i: int, noise: Tensor) -> Tensor:
+    def image(self, x: Tensor, i: int, noise: Tensor) -> Tensor:
         """The inverse."""
         return (x - math.sqrt(1 - self.kept[i]) * noise) / math.sqrt(self.kept[i])
 
-    def mean_before(self, x: Tensor, i: int, picture: Tensor) -> Tensor:
-        """Mean of what was before step i, given what is after it, and the picture."""
+    def mean_before(self, x: Tensor, i: int, image: Tensor) -> Tensor:
+        """Mean of what was before step i, given what is after it, and the image."""
         kept, before, beta = self.kept[i], self._before[i], self.betas[i]
-        return (math.sqrt(before) * beta * picture + math.sqrt(1 - beta) * (1 - before) * x) / (1 - kept)
+        return (math.sqrt(before) * beta * image + math.sqrt(1 - beta) * (1 - before) * x) / (1 - kept)
 
     def deviation(self, i: int, fraction: Tensor | None) -> Tensor | float:
         """Standard deviation of the same; a learned one is that `fraction`, from -1 to 1, between two bounds."""
         if i == 0:
-            return 0.0  # what the last step gives is the picture
+            return 0.0  # what the last step gives is the image
         if fraction is None:
             return math.sqrt(self.variances[i])
         low, high = math.log(self.variances[i]), math.log(self.betas[i])
         return torch.exp(0.5 * (low + (fraction + 1) / 2 * (high - low)))
 
 
-def low_pass(pictures: Tensor, factor: int) -> Tensor:
+def low_pass(images: Tensor, factor: int) -> Tensor:
     """Bicubic to so many times less in both directions, and back."""
-    size = pictures.shape[-2:]
+    size = images.shape[-2:]
     small = [math.ceil(side / factor) for side in size]
-    return resized(resized(pictures, small), size)
+    return resized(resized(images, small), size)
 
 
-def resized(pictures: Tensor, size: Sequence[int]) -> Tensor:
+def resized(images: Tensor, size: Sequence[int]) -> Tensor:
     """Bicubic, filtered where it becomes smaller."""
-    if tuple(pictures.shape[-2:]) == tuple(size):
-        return pictures
-    return F.interpolate(pictures, list(size), mode="bicubic", antialias=True)
+    if tuple(images.shape[-2:]) == tuple(size):
+        return images
+    return F.interpolate(images, list(size), mode="bicubic", antialias=True)
 
 
 class _Moved(NamedTuple):
     sample: Tensor  # what was before the step
-    gradient: Tensor  # of half the squared distance between the low-pass pictures
+    gradient: Tensor  # of half the squared distance between the low-pass images
     square: Tensor  # that squared distance, (batch, 1)
 
 
 def step_back(
     denoiser: Denoise, schedule: Schedule, x: Tensor, i: int, noise: Tensor, towards: Tensor, factor: int
 ) -> _Moved:
-    """Sample what was before step i, and find which way the picture in x becomes more like another one.
+    """Sample what was before step i, and find which way the image in x becomes more like another one.
 
     Args:
         denoiser: Predicts the noise.
         schedule: The process.
-        x: Pictures after step i.
+        x: Images after step i.
         i: The step.
         noise: Standard normal.
-        towards: Low-pass pictures.
+        towards: Low-pass images.
         factor: Of the low-pass filter.
     """
     with torch.enable_grad():
@@ -133,11 +133,11 @@ def step_back(
                 f"The denoiser made {tuple(out.shape)} of {tuple(x.shape)}: give noise, or noise and variance."
             )
         fraction = out[:, channels:].detach() if out.shape[1] > channels else None
-        picture = schedule.picture(x, i, out[:, :channels]).clamp(-1, 1)
-        distance = (low_pass(picture, factor) - towards).flatten(1).square().sum(1, keepdim=True)
+        image = schedule.image(x, i, out[:, :channels]).clamp(-1, 1)
+        distance = (low_pass(image, factor) - towards).flatten(1).square().sum(1, keepdim=True)
         (gradient,) = torch.autograd.grad(distance.sum() / 2, x)
     with torch.no_grad():
-        sample = schedule.mean_before(x, i, picture) + schedule.deviation(i, fraction) * noise
+        sample = schedule.mean_before(x, i, image) + schedule.deviation(i, fraction) * noise
     return _Moved(sample, gradient, distance.detach())
 
 
@@ -151,7 +151,7 @@ def at_once(work: Callable[..., tuple[Tensor, ...]], batch: tuple[Tensor, ...]) 
 @torch.no_grad()
 def regenerated(
     denoiser: Denoise,
-    pictures: Tensor,
+    images: Tensor,
     seeds: Sequence[int],
     *,
     steps: int = 100,
@@ -162,33 +162,33 @@ def regenerated(
     each: Each = at_once,
     gather: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> Tensor:
-    """DDA's pictures: noise is added to the given ones and taken away again, towards their low frequencies.
+    """DDA's images: noise is added to the given ones and taken away again, towards their low frequencies.
 
-    After every step back the sample moves against the gradient of the distance between the low-pass picture that the
+    After every step back the sample moves against the gradient of the distance between the low-pass image that the
     denoiser sees in the noise and the given one.
 
     Args:
         denoiser: Predicts the noise.
-        pictures: From -1 to 1, of the size that the denoiser takes.
-        seeds: Of the noise, one for each picture: it does not depend on the others.
+        images: From -1 to 1, of the size that the denoiser takes.
+        seeds: Of the noise, one for each image: it does not depend on the others.
         steps: Of the 1000, evenly spaced.
         start: Steps of noise.
         factor: Of the low-pass filter.
         scale: Of the guidance.
-        reference: As the authors' code: the distance is that of the whole batch, so that the guidance of a picture becomes
+        reference: As the authors' code: the distance is that of the whole batch, so that the guidance of an image becomes
             weaker the more there are; and noise is added once more often than it is taken away.
         each: Applies work to parts of the batch, and puts its results together.
-        gather: From the rows of this process's pictures to those of the whole batch.
+        gather: From the rows of this process's images to those of the whole batch.
     """
     schedule = Schedule(steps)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
 
     def noise() -> Tensor:
-        drawn = [torch.randn(pictures.shape[1:], generator=generator) for generator in generators]
-        return torch.stack(drawn).to(pictures) if drawn else torch.zeros_like(pictures)
+        drawn = [torch.randn(images.shape[1:], generator=generator) for generator in generators]
+        return torch.stack(drawn).to(images) if drawn else torch.zeros_like(images)
 
-    towards = low_pass(pictures, factor) if len(pictures) else pictures
-    x = schedule.noised(pictures, start if reference else start - 1, noise())
+    towards = low_pass(images, factor) if len(images) else images
+    x = schedule.noised(images, start if reference else start - 1, noise())
     for i in reversed(range(start)):
 
         def work(*part: Tensor, i: int = i) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""ADM's U-Net (Dhariwal and Nichol, NeurIPS 2021), which predicts the noise in a picture, and its weights in files.
+"""ADM's U-Net (Dhariwal and Nichol, NeurIPS 2021), which predicts the noise in an image, and its weights in files.
 
 Residual blocks whose second norm is scaled and shifted by the step, residual blocks that halve or double the resolution, and
 attention over the coarse maps. The parameters are named as in the weights that the paper's authors published, so that
@@ -33,7 +33,7 @@ ARCHITECTURE = "architecture"  # the key of a safetensors file's header
 class Architecture:
     """What decides the shape of a U-Net; the defaults are those of `256x256_diffusion_uncond.pt`."""
 
-    size: int = 256  # of the square pictures
+    size: int = 256  # of the square images
     channels: int = 3
     width: int = 256  # channels of the finest maps
     multipliers: tuple[int, ...] = (1, 1, 2, 2, 4, 4)  # of the width, one for each resolution
@@ -61,7 +61,7 @@ class Architecture:
 
 
 class UNet(nn.Module):
-    """Noisy pictures from -1 to 1, (batch, channels, size, size), and their steps, (batch,), to the noise in them.
+    """Noisy images from -1 to 1, (batch, channels, size, size), and their steps, (batch,), to the noise in them.
 
     With `learned_variance` there are twice the channels: the second half says, from -1 to 1, how large the variance of a
     step is between the two that bound it.

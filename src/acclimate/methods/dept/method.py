@@ -35,8 +35,8 @@ class DePT(Method):
     is then raised.
 
     Prompts, classifier and DINO heads have to be trained on labelled source images first: `acclimate train-prompts` does so
-    once for a model, and `acclimate.adapt(model, "dept-g", source_statistics="prompts.safetensors")` takes them; the state file keeps
-    them. Needs also the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`).
+    once for a model, and `acclimate.adapt(model, "dept-g", source_statistics="prompts.safetensors")` takes them; the state
+    file keeps them. Needs also the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`).
 
     Args:
         lr: Learning rate, the authors' for VisDA-C.
@@ -233,7 +233,7 @@ class DePT(Method):
         return weak, first, second
 
 
-def strong_view(picture: Tensor, rng: torch.Generator) -> Tensor:
+def strong_view(image: Tensor, rng: torch.Generator) -> Tensor:
     """A random part at full size, with other colours, perhaps grey, blurred or mirrored."""
-    part = resized_crop(picture, rng, least=0.2, interpolation=InterpolationMode.BICUBIC)
+    part = resized_crop(image, rng, least=0.2, interpolation=InterpolationMode.BICUBIC)
     return moco_view(part, rng)

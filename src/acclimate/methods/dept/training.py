@@ -6,7 +6,7 @@
 
 The losses, the optimizer and its schedule are those of DePT's source phase (Gao et al., 2022). Ours is that the backbone
 stays as it is: the authors train all weights, at a tenth of the learning rate of what is trained here. So the model that
-adapts is the one that other methods begin with, and a file holds what was added to it alone. Ours are also the pictures'
+adapts is the one that other methods begin with, and a file holds what was added to it alone. Ours are also the images'
 flips, and a tenth of every class that is held out, scored after each epoch, and decides nothing.
 
 As in `train.py`, a training that was interrupted goes on when it is called again, and ends with the same weights.
@@ -30,23 +30,14 @@ from ...core import statefile
 from ...core.engine import Engine, keep_all
 from ...core.statistics import SourceStatistics
 from ...core.wrapping import require_unwrapped
-from ...data.datasets import Domain, title
+from ...data.domains import Domain
 from ...data.folder import AnyPath
 from ...errors import InputError, require_between, require_whole
 from ...models.families import view
 from ...models.fingerprint import fingerprint
 from ...models.loading import pick_device
 from ...models.view import ViT
-from ...training.source_model import (
-    Training,
-    augmented,
-    checkpoint_of,
-    deterministic,
-    pace,
-    read_trained,
-    split,
-    versions_used,
-)
+from ...training.loop import Training, augmented, checkpoint_of, deterministic, pace, read_trained, split, versions_used
 from .._teacher import Teacher
 from .network import PROMPTS, Prompted, Regulariser, Sizes, followed, named_prompts, sharpened
 
@@ -59,8 +50,8 @@ class PromptRecipe:
     """How to train prompts. The defaults are the authors' for ImageNet.
 
     Args:
-        epochs: Passes over the pictures.
-        batch_size: Pictures in a step.
+        epochs: Passes over the images.
+        batch_size: Images in a step.
         lr: The highest learning rate, at the end of the warm-up.
         momentum: Of SGD, after Nesterov.
         weight_decay: Weight decay.
@@ -74,9 +65,9 @@ class PromptRecipe:
         teacher_temperature: Of the teacher's, after the first epochs.
         first_temperature: Of the teacher's, in the first epoch.
         warm_epochs: Epochs in which it rises.
-        area: The smallest share of a picture that a random crop keeps; student and teacher see a crop each.
+        area: The smallest share of an image that a random crop keeps; student and teacher see a crop each.
         stretch: The largest ratio of a crop's sides.
-        held_out: Share of every class that is not trained on; at least one picture.
+        held_out: Share of every class that is not trained on; at least one image.
     """
 
     epochs: int = 5
@@ -136,14 +127,14 @@ def train_prompts(
 
     Args:
         model: The source model, not wrapped. It is left as it was.
-        domain: Labelled source pictures, normalised as the model expects them; a label is a column of the model's head.
+        domain: Labelled source images, normalised as the model expects them; a label is a column of the model's head.
         class_names: By label.
         out: The file, `*.safetensors`. Until it is finished, a checkpoint is beside it: `*.safetensors.unfinished`.
         sizes: How many stages and prompts, and how large the DINO heads.
         recipe: How to train.
-        seed: Of the first values, the pictures that are held out, their order, and the crops.
+        seed: Of the first values, the images that are held out, their order, and the crops.
         device: Default: a GPU if there is one.
-        workers: Processes that load pictures ahead; 0 loads in this one.
+        workers: Processes that load images ahead; 0 loads in this one.
         fresh: Train again, even if it is finished or begun.
         console: Where progress is shown: a bar on a terminal, elsewhere a line for each epoch.
 
@@ -158,15 +149,15 @@ def train_prompts(
     original = view(model)
     if len(class_names) != original.classes:
         raise InputError(
-            f"{title(domain)} has {len(class_names)} classes, the model's head {original.classes}: give pictures of all of "
-            "them."
+            f"{domain.key} has {len(class_names)} classes, the model's head {original.classes}: give images of all of them."
         )
     parts = split(domain, class_names, recipe.held_out, seed)
     mine = {"class": type(model).__name__, **fingerprint(original, model.state_dict())}
     settings = {
         "model": mine,
         "classes": list(class_names),
-        "data": dict(domain.identity),
+        "data": domain.identity,
+        "images": len(domain.labels),
         "sizes": asdict(sizes),
         "recipe": {"by": "acclimate", "version": VERSION, **asdict(recipe)},
         "seed": seed,
@@ -192,13 +183,13 @@ def train_prompts(
 class _PromptTraining(Training):
     """Of a student's prompts, classifier and DINO heads, with their average for a teacher."""
 
-    def __init__(self, vit: ViT, sizes: Sizes, recipe: PromptRecipe, seed: int, pictures: int) -> None:
+    def __init__(self, vit: ViT, sizes: Sizes, recipe: PromptRecipe, seed: int, images: int) -> None:
         rng = torch.Generator().manual_seed(seed)
         self.recipe = recipe
         self.student = Prompted(vit, sizes, rng).requires_grad_(True)
         self.student.insert(vit)
         self.teacher = Teacher(self.student.parameters())
-        self.warmup = recipe.warmup / (recipe.epochs * math.ceil(pictures / recipe.batch_size))
+        self.warmup = recipe.warmup / (recipe.epochs * math.ceil(images / recipe.batch_size))
         self.centre = torch.zeros(sizes.outputs, device=vit.device, dtype=vit.dtype)
         learned = nn.ModuleDict({"student": self.student, "teacher": self.teacher})
         learned.register_buffer("centre", self.centre)

@@ -16,7 +16,7 @@ import numpy as np
 from ...core.registry import find as find_method
 from ...data import bundled
 from ...data.catalog import Data
-from ...data.datasets import Corrupted, Images
+from ...data.domains import Corrupted, Images
 from ...data.layouts import OFFICE
 from ...errors import ConfigError, nearest
 from ...evaluation.bench import Source, bench, statistics_of

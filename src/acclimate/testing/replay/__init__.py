@@ -2,7 +2,7 @@
 
 A recording is a safetensors file with the model's weights, the batches, what the reference returned for each, its adapted
 tensors at the end and every hyper-parameter. This module drives acclimate's own implementation with them, through the public
-interface and with `reference=True`, and compares. A recording of corruptions holds a picture and what became of it, which is
+interface and with `reference=True`, and compares. A recording of corruptions holds an image and what became of it, which is
 repeated with the random numbers of the recording; one of attention holds weights, and the distances and maps made of them.
 It exits with 1 if any file deviates or is of a method it does not know.
 """

@@ -1,4 +1,4 @@
-"""Corruptions: a picture, and what became of it."""
+"""Corruptions: an image, and what became of it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _RecordedRandom:
 
 @replays("ImageNet-C corruption formulas")
 def _corruptions(recording: Recording) -> Result:
-    """The recorded picture under every corruption and severity, with the recorded random numbers and crop of ice."""
+    """The recorded image under every corruption and severity, with the recorded random numbers and crop of ice."""
     result = Result(recording.case)
     hyper = recording.hyper
     other = re.fullmatch(r"numpy default_rng\((\d+)\)", hyper["random_noise_rng"])
@@ -39,7 +39,7 @@ def _corruptions(recording: Recording) -> Result:
     crop = recording.tensors["extra/frost_crop"].numpy()
     recorded = recording.group("final/")
     if recorded.keys() != {f"{name}/{severity}" for name in hyper["corruptions"] for severity in hyper["severities"]}:
-        result.problems.append("the pictures are not those that the header lists")
+        result.problems.append("the images are not those that the header lists")
     worst: dict[str, tuple[float, ...]] = {}
     for case, expected in recorded.items():
         name, severity = case.split("/")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from ._words import Commands
+from ._arguments import Commands, new_command
 
+POSITION = 70
 MODEL = "vit_base_patch16_224.augreg_in21k_ft_in1k"
 EPILOG = """\
 examples:
-  acclimate train-source --data office-home --root /data/OfficeHome --domain Art --out art.safetensors
+  acclimate train-source --data office-home --root /data/OfficeHome --domains Art --out art.safetensors
   acclimate train-source --data folder --root photos/ --weights vit.safetensors --out photos.safetensors
   acclimate bench --data office-home --root /data/OfficeHome --domains Clipart --model art.safetensors
 
@@ -25,18 +26,19 @@ last bit, on the same machine with the same number of threads.
 
 
 def add(commands: Commands) -> None:
-    train = commands.add_parser(
+    """Add the command to the parser."""
+    train = new_command(
+        commands,
         "train-source",
-        help="fine-tune a ViT on Office-Home or on a folder of pictures",
+        help="fine-tune a ViT on Office-Home or on a folder of images",
         description="Fine-tune a vision transformer of timm's, with a new head, on one domain: a source model for data that "
         "has none.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = train.add_argument_group("what")
     what.add_argument("--data", required=True, choices=["office-home", "folder"], help="folder: one for each class")
     what.add_argument("--root", required=True, metavar="DIR", help="where it is")
-    what.add_argument("--domain", metavar="NAME", help="of office-home: Art, Clipart, Product or Real World")
+    what.add_argument("--domains", metavar="NAME", help="of office-home: Art, Clipart, Product or Real World")
     what.add_argument("--partial", action="store_true", help="take a data set that is not complete")
     what.add_argument("--model", default=MODEL, metavar="NAME", help="timm's name with its tag; default: %(default)s")
     what.add_argument("--weights", metavar="FILE", help="start from local weights (.safetensors, .pth), not from a download")
@@ -51,7 +53,7 @@ def add(commands: Commands) -> None:
         "--epochs",
         type=int,
         metavar="N",
-        help="default: 20, some 700 to 1300 steps for a domain of office-home; take more for fewer pictures",
+        help="default: 20, some 700 to 1300 steps for a domain of office-home; take more for fewer images",
     )
     how.add_argument("--batch-size", type=int, metavar="N", help="default: 64")
     how.add_argument("--head-lr", type=float, metavar="X", help="highest learning rate of the new head; default: 0.01")
@@ -61,7 +63,7 @@ def add(commands: Commands) -> None:
 
     where = train.add_argument_group("where")
     where.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
-    where.add_argument("--workers", type=int, metavar="N", help="processes that load pictures ahead; default: up to 4")
+    where.add_argument("--workers", type=int, metavar="N", help="processes that load images ahead; default: up to 4")
     train.set_defaults(run=_train)
 
 
@@ -70,18 +72,20 @@ def _train(given: argparse.Namespace) -> None:
 
     from rich.console import Console
 
-    from ..data.catalog import open_data
-    from ..data.disk import Preprocess
+    from ..data.catalog import Selection, open_data
+    from ..data.preprocess import Preprocess
     from ..errors import ConfigError
     from ..models.loading import create_timm
-    from ..training.source_model import Recipe, say, train_source
+    from ..training.loop import say
+    from ..training.source_model import Recipe, train_source
 
-    if given.data == "office-home" and given.domain is None:
-        raise ConfigError("office-home has four domains: name one with --domain.")
-    chosen = {name: getattr(given, name) for name in ("epochs", "batch_size", "head_lr", "backbone_lr")}
-    recipe = Recipe(**{name: value for name, value in chosen.items() if value is not None})
+    if given.data == "office-home" and given.domains is None:
+        raise ConfigError("office-home has four domains: name one with --domains.")
+    numbers = {name: getattr(given, name) for name in ("epochs", "batch_size", "head_lr", "backbone_lr")}
+    recipe = Recipe(**{name: value for name, value in numbers.items() if value is not None})
     prepare = Preprocess.for_model(create_timm(given.model, pretrained=False))
-    data = open_data(given.data, given.root, prepare, domains=given.domain and [given.domain], partial=given.partial)
+    chosen = Selection(domains=given.domains and [given.domains], partial=given.partial)
+    data = open_data(given.data, given.root, prepare, chosen)
     console = Console()
     done = train_source(
         data.domains[0],
@@ -99,5 +103,5 @@ def _train(given: argparse.Namespace) -> None:
         console=console,
     )
     again = " It was finished before; --fresh trains it again." if done.found else ""
-    text = f"{given.out}: right for {done.accuracy:.1%} of {done.held_out} pictures held out.{again}"
+    text = f"{given.out}: right for {done.accuracy:.1%} of {done.held_out} images held out.{again}"
     say(console, text)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from ._words import Commands
+from ._arguments import Commands, new_command
 
 RECIPE = ("epochs", "batch_size", "lr")
 SIZES = ("stages", "prompts", "hidden", "bottleneck", "outputs")
+POSITION = 90
 EPILOG = """\
 examples:
   acclimate train-prompts --model vit_base_patch16_224.augreg_in21k_ft_in1k --data imagenet --root /data/imagenet/train \\
@@ -28,20 +29,21 @@ last bit, on the same machine with the same number of threads.
 
 
 def add(commands: Commands) -> None:
-    train = commands.add_parser(
+    """Add the command to the parser."""
+    train = new_command(
+        commands,
         "train-prompts",
         help="train the prompts that DePT-G begins with, on labelled source images",
         description="Train prompts, classifier and DINO heads for a model on the data that it was trained on: what DePT-G "
         "adapts to a target.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     what = train.add_argument_group("what")
     what.add_argument("--model", required=True, metavar="NAME", help="as for bench")
     what.add_argument("--weights", metavar="FILE", help="local weights of a timm model, instead of a download")
     what.add_argument("--data", required=True, metavar="NAME", help="clean images: a name in: acclimate data list")
     what.add_argument("--root", required=True, metavar="DIR", help="where they are")
-    what.add_argument("--domain", metavar="NAME", help="of office-home: the one that the model was trained on")
+    what.add_argument("--domains", metavar="NAME", help="of office-home: the one that the model was trained on")
     what.add_argument("--partial", action="store_true", help="take a data set that is not complete")
     what.add_argument(
         "--out", required=True, metavar="FILE", help="*.safetensors; until finished, *.unfinished is beside it"
@@ -61,7 +63,7 @@ def add(commands: Commands) -> None:
 
     where = train.add_argument_group("where")
     where.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
-    where.add_argument("--workers", type=int, metavar="N", help="processes that load pictures ahead; default: up to 4")
+    where.add_argument("--workers", type=int, metavar="N", help="processes that load images ahead; default: up to 4")
     train.set_defaults(run=_train)
 
 
@@ -70,21 +72,22 @@ def _train(given: argparse.Namespace) -> None:
 
     from rich.console import Console
 
-    from ..data.catalog import open_data
+    from ..data.catalog import Selection, open_data
     from ..errors import ConfigError
     from ..methods.dept.network import Sizes
     from ..methods.dept.training import PromptRecipe, train_prompts
     from ..models.loading import load_model
-    from ..training.source_model import say
+    from ..training.loop import say
 
     def chosen(names: tuple[str, ...]) -> dict[str, int]:
         return {name: value for name in names if (value := getattr(given, name)) is not None}
 
     recipe, sizes = PromptRecipe(**chosen(RECIPE)), Sizes(**chosen(SIZES))
     model = load_model(given.model, weights=given.weights)
-    data = open_data(given.data, given.root, model, domains=given.domain and [given.domain], partial=given.partial)
+    part = Selection(domains=given.domains and [given.domains], partial=given.partial)
+    data = open_data(given.data, given.root, model, part)
     if len(data.domains) > 1:
-        raise ConfigError(f"{given.data} has several domains: take the clean source images alone (--domain NAME).")
+        raise ConfigError(f"{given.data} has several domains: take the clean source images alone (--domains NAME).")
     if data.classes is not None:
         raise ConfigError(
             f"{given.data} has {len(data.classes)} of the model's classes: prompts are trained on all of them."
@@ -104,4 +107,4 @@ def _train(given: argparse.Namespace) -> None:
         console=console,
     )
     about = made.about
-    say(console, f"{given.out}: right for {about['accuracy']:.1%} of {about['held_out']} pictures held out.")
+    say(console, f"{given.out}: right for {about['accuracy']:.1%} of {about['held_out']} images held out.")

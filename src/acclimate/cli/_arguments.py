@@ -1,0 +1,158 @@
+"""Arguments that several commands share, and how their text is read."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from ..data.catalog import Selection
+    from ..evaluation.testbed import Testbed
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    Group = argparse._ArgumentGroup
+else:
+    Commands = Group = Any
+
+
+def new_command(commands: Commands, name: str, *, help: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    """Add a command whose epilog keeps its line breaks."""
+    return commands.add_parser(
+        name, help=help, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_model(group: Group, default: str | None = "bundled") -> None:
+    """Add the arguments that choose a source model."""
+    group.add_argument(
+        "--model",
+        default=default,
+        metavar="NAME",
+        help="bundled, timm's name with its tag, or a file of train-source; default: %(default)s",
+    )
+    group.add_argument("--weights", metavar="FILE", help="local weights of a timm model, instead of a download")
+    group.add_argument("--mean", metavar="LIST", help="normalisation, for a model that does not say its own: 0.5,0.5,0.5")
+    group.add_argument("--std", metavar="LIST", help="standard deviations of that normalisation")
+
+
+def add_data(group: Group) -> None:
+    """Add the arguments that choose data, and a part of it."""
+    group.add_argument(
+        "--data", default="bundled", metavar="NAME", help="a name in `acclimate data list`; default: %(default)s"
+    )
+    group.add_argument("--root", metavar="DIR", help="where the data set is")
+    group.add_argument("--partial", action="store_true", help="take a data set that is not complete")
+
+
+def add_selection(group: Group, *, images: str = "of each domain; default: all, of the bundled ones 2000") -> None:
+    """Add the arguments that choose domains and images of the data."""
+    group.add_argument(
+        "--corruptions",
+        metavar="LIST",
+        help="default: all 15, of the bundled images one of each group; clean shows none",
+    )
+    group.add_argument("--severities", "--severity", metavar="LIST", help="1 to 5; default: 5, of the bundled images 2")
+    group.add_argument("--domains", metavar="LIST", help="of Office-Home; default: all")
+    group.add_argument("--images", type=int, metavar="N", help=images)
+    group.add_argument(
+        "--constants",
+        metavar="WHOSE",
+        help="how strong a severity made on the fly is: imagenet-c or cifar-10-c; default: by size, for the bundled images "
+        "imagenet-c",
+    )
+
+
+def selection(given: argparse.Namespace) -> Selection:
+    """Return the part of the data that was asked for."""
+    from ..data.catalog import Selection
+
+    def chosen(name: str) -> Any:
+        return getattr(given, name, None)
+
+    return Selection(
+        corruptions=chosen("corruptions") and names("corruptions", given.corruptions),
+        severities=chosen("severities") and integers("severities", given.severities),
+        domains=chosen("domains") and names("domains", given.domains),
+        images=chosen("images"),
+        partial=bool(chosen("partial")),
+        constants=chosen("constants"),
+    )
+
+
+def open_given(given: argparse.Namespace, needed: Collection[str] | None = None) -> Testbed:
+    """Open the model and the data that were asked for."""
+    from ..evaluation.testbed import open_testbed
+
+    return open_testbed(
+        given.model,
+        given.data,
+        given.root,
+        selection(given),
+        weights=given.weights,
+        mean=given.mean and floats("mean", given.mean),
+        std=given.std and floats("std", given.std),
+        source_statistics=split(getattr(given, "source_statistics", None)) or None,
+        needed=needed,
+        device=given.device,
+    )
+
+
+def split(text: str | None) -> list[str]:
+    """Return the words of a list that is separated by commas."""
+    return [word.strip() for word in (text or "").split(",") if word.strip()]
+
+
+def names(option: str, text: str) -> list[str]:
+    """Return the words of a list that has something in it, and nothing twice."""
+    from ..errors import ConfigError
+
+    found = split(text)
+    if not found or len(set(found)) < len(found):
+        raise ConfigError(f"--{option} {text!r}: name one or several, separated by commas, each once.")
+    return found
+
+
+def integers(option: str, text: str) -> list[int]:
+    """Return a list of whole numbers."""
+    from ..errors import ConfigError
+
+    found = names(option, text)
+    try:
+        return [int(word) for word in found]
+    except ValueError:
+        raise ConfigError(f"--{option} {text}: give whole numbers, separated by commas.") from None
+
+
+def floats(option: str, text: str) -> list[float]:
+    """Return a list of numbers, in which one may be there several times."""
+    from ..errors import ConfigError
+
+    try:
+        return [float(word) for word in split(text)]
+    except ValueError:
+        raise ConfigError(f"--{option} {text}: give numbers, separated by commas.") from None
+
+
+def methods(text: str) -> list[Any]:
+    """Return methods with or without options, and Python files of methods: `dct,dct:generator=False:lr=0.01,mine.py`."""
+    import ast
+
+    from ..core.registry import read_file
+    from ..errors import ConfigError
+
+    chosen: list[Any] = []
+    for word in names("methods", text):
+        name, *options = word.split(":")
+        if not all("=" in option for option in options):
+            raise ConfigError(f"--methods {word}: options are written name:option=value:option=value.")
+        values: dict[str, Any] = {}
+        for option, value in (option.split("=", 1) for option in options):
+            try:
+                values[option] = ast.literal_eval(value)
+            except (ValueError, SyntaxError):
+                values[option] = value  # a word
+        for each in read_file(name) if name.endswith(".py") else [name]:
+            chosen.append((each, values) if values else each)
+    return chosen

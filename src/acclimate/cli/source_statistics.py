@@ -1,0 +1,88 @@
+"""`acclimate source-statistics`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ._arguments import Commands, add_data, add_model, names, new_command, open_given
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..evaluation.testbed import Testbed
+
+POSITION = 80
+EPILOG = """\
+examples:
+  acclimate source-statistics --model vit_base_patch16_224.augreg_in21k_ft_in1k --data imagenet --root /data/imagenet/val \\
+      --out stats.safetensors
+  acclimate source-statistics --model photos.safetensors --data folder --root photos/ --out stats.safetensors
+  acclimate source-statistics --out stats.safetensors    the bundled model on clean bundled images
+
+in Python:
+  model = acclimate.adapt(model, "eata", source_statistics="stats.safetensors")
+"""
+
+
+def add(commands: Commands) -> None:
+    """Add the command to the parser."""
+    statistics = new_command(
+        commands,
+        "source-statistics",
+        help="compute what EATA, CFA and FOA need to know of the source data",
+        description="Pass clean source images through a model and keep the statistics that some methods need: the Fisher "
+        "information of the norms, moments and class means of the features, and how the class tokens are spread.",
+        epilog=EPILOG,
+    )
+    what = statistics.add_argument_group("what")
+    add_model(what)
+    add_data(what)
+    what.add_argument("--domains", metavar="NAME", help="of office-home: the one that the model was trained on")
+    what.add_argument("--out", required=True, metavar="FILE", help="*.safetensors")
+
+    how = statistics.add_argument_group("how")
+    how.add_argument("--kinds", default="fisher,features,class_tokens", metavar="LIST", help="default: %(default)s")
+    how.add_argument("--images", type=int, default=2000, metavar="N", help="drawn at random; default: %(default)s")
+    how.add_argument(
+        "--batch-size",
+        type=int,
+        default=64,
+        metavar="N",
+        help="that of the stream to come: the Fisher information depends on it; default: %(default)s",
+    )
+    how.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
+    statistics.set_defaults(run=_compute)
+
+
+def _compute(given: argparse.Namespace) -> None:
+    from ..core.statistics import source_statistics
+    from ..errors import require_whole
+
+    require_whole(1, images=given.images, batch_size=given.batch_size)
+    kinds = names("kinds", given.kinds)
+    images, given.images = given.images, None  # as many as there are, at most so many
+    given.corruptions = "clean" if given.data == "bundled" else None
+    testbed = open_given(given, needed=())
+    batches = _batches(testbed, images, given.batch_size)
+    made = source_statistics(testbed.model, batches, kinds=kinds, samples=images, batch_size=given.batch_size)
+    made.save(given.out)
+    print(f"{given.out}: {made!r}")
+
+
+def _batches(testbed: Testbed, images: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield images drawn at random, always the same ones, with the columns of the head that their labels stand for."""
+    import torch
+
+    from ..data.domains import Subset
+    from ..data.streams import Stream
+    from ..errors import ConfigError
+
+    data = testbed.data
+    if len(data.domains) > 1:
+        raise ConfigError(f"{data.name} has several domains: take the clean source images alone (--domains NAME).")
+    chosen = Subset.sample(data.domains[0], min(images, len(data.domains[0].labels)))
+    columns = None if data.classes is None else torch.tensor(data.classes)
+    for batch in Stream(chosen, batch_size=batch_size):
+        yield batch.images, batch.labels if columns is None else columns[batch.labels]

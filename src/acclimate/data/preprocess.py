@@ -1,0 +1,124 @@
+"""From an image file to what a model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+from torch import Tensor, nn
+
+from ..errors import ConfigError, InputError, require_whole
+from ..models.families import view
+from ..models.normalisation import Normalisation, model_normalisation, unknown_normalisation
+from .corruptions import Pixels
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """How an image becomes what a model takes: resized, its centre cut out, normalised. The numbers are torchvision's.
+
+    Args:
+        resize: Length of the shorter side, or (height, width), which may change the aspect ratio. None keeps the size.
+        crop: Side of the central square that is cut out. None keeps all.
+        mean: The model's normalisation, of pixels from 0 to 1, for red, green and blue.
+        std: The standard deviations of that normalisation.
+    """
+
+    resize: int | tuple[int, int] | None
+    crop: int | None
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("mean", "std"):  # a list is as good
+            object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
+        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
+            raise ConfigError(f"mean={self.mean}, std={self.std}: give three numbers each, and a deviation above 0.")
+        if isinstance(self.resize, tuple) and len(self.resize) != 2:
+            raise ConfigError(f"resize={self.resize}: give the shorter side, or (height, width).")
+        resize = self.resize if isinstance(self.resize, tuple) else (self.resize,)
+        for name, side in (*(("resize", side) for side in resize), ("crop", self.crop)):
+            if side is not None:
+                require_whole(1, **{name: side})
+
+    @classmethod
+    def for_model(
+        cls, model: nn.Module, *, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+    ) -> Preprocess:
+        """Return what photographs of any size need for a model. `Input.photographs` and `input_of` say more."""
+        return input_of(model, mean=mean, std=std).photographs()
+
+    def __call__(self, image: Image.Image) -> Pixels:
+        """Return an RGB image as uint8 (height, width, 3), ready for a corruption or for `normalised`."""
+        if self.resize is not None:
+            width, height = image.size
+            if isinstance(self.resize, tuple):
+                height, width = self.resize
+            elif width <= height:
+                width, height = self.resize, int(self.resize * height / width)
+            else:
+                width, height = int(self.resize * width / height), self.resize
+            image = image.resize((width, height), Image.Resampling.BILINEAR)
+        if self.crop is not None:
+            width, height = image.size
+            if self.crop > min(width, height):  # torchvision would add a black frame
+                raise InputError(f"it has {width} x {height} pixels, too few to cut out {self.crop} x {self.crop}")
+            left, top = round((width - self.crop) / 2), round((height - self.crop) / 2)
+            image = image.crop((left, top, left + self.crop, top + self.crop))
+        return np.asarray(image)
+
+    def normalised(self, pixels: Pixels) -> Tensor:
+        """Return uint8 (N, height, width, 3) as what the model takes, (N, 3, height, width)."""
+        return Normalisation(self.mean, self.std).of_bytes(pixels)
+
+    def description(self) -> dict[str, Any]:
+        """Return the numbers as they come back from JSON."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+
+class Input(NamedTuple):
+    """What a model takes: squares of `size` pixels, normalised; and how many `classes` its head has."""
+
+    size: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    share: float  # of the resized image's shorter side that is cut out: timm's crop_pct
+    classes: int
+
+    def photographs(self) -> Preprocess:
+        """Return what images of any size need. At 224 pixels the shorter side is 256, as in the papers."""
+        return Preprocess(256 if self.size == 224 else int(self.size / self.share), self.size, self.mean, self.std)
+
+    def stored(self, side: int) -> Preprocess:
+        """Return what squares of `side` pixels need: nothing, or a resize for a model of another size."""
+        return Preprocess(None if self.size == side else self.size, self.size, self.mean, self.std)
+
+    def squashed(self) -> Preprocess:
+        """Return what makes a square of the whole image, of which 7/8 are kept: from 256 x 256 at 224 pixels."""
+        side = self.size * 256 // 224
+        return Preprocess((side, side), self.size, self.mean, self.std)
+
+
+def input_of(model: nn.Module, *, mean: Sequence[float] | None = None, std: Sequence[float] | None = None) -> Input:
+    """Return what a model takes, by its own configuration. Nothing is assumed where that does not say it.
+
+    Args:
+        model: A vision transformer that acclimate understands.
+        mean: Normalisation instead of that in a timm model's configuration; any other model needs it.
+        std: The standard deviations of that normalisation.
+    """
+    vit = view(model)
+    config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    known = model_normalisation(vit, mean, std)
+    if known is None:
+        raise unknown_normalisation(type(model).__name__)
+    # not the configuration's input size, which stays the same in create_model(..., img_size=...)
+    height, width = vit.image_size or config.get("input_size", (3, 0, 0))[1:]
+    if height != width or not height:
+        raise ConfigError(
+            f"This {type(model).__name__} takes no squares of one size ({height} x {width}): give a Preprocess instead."
+        )
+    return Input(height, known.mean, known.std, config.get("crop_pct") or 0.875, vit.classes)
