@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import pytest
 import torch
 
 import acclimate
+from acclimate.core.method import Info
 from acclimate.core.registry import _REGISTRY, find
 from acclimate.errors import ConformanceError
 from acclimate.testing.check import CHECKS, Case
@@ -92,9 +91,9 @@ def test_check_method_finds_an_undeclared_change():
 def test_declared_exceptions_are_excused_with_their_reason():
     @acclimate.register("honest")
     class Honest(find("source")):
-        exceptions: ClassVar = {"batch_of_one": "needs neighbours"}
+        info = Info(exceptions={"batch_of_one": "needs neighbours"})
 
     assert acclimate.check_method("honest")["timm: batch_of_one"] == "excused: needs neighbours"
-    Honest.info.exceptions = {"no_such_check": "typo"}
+    Honest.info = Info(exceptions={"no_such_check": "typo"})
     with pytest.raises(ConformanceError, match="no_such_check"):
         acclimate.check_method("honest")

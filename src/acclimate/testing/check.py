@@ -2,8 +2,8 @@
 
     acclimate.check_method("mine")
 
-raises a `ConformanceError` that lists what does not hold. A method that cannot meet a check says so, with the reason, in its
-class attribute `exceptions`.
+raises a `ConformanceError` that lists what does not hold. A method that cannot meet a check says so, with the reason, in
+`info.exceptions`.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ def check_method(method: str | type[Method], **options: Any) -> dict[str, str]:
     cls = find(method)
     unknown = sorted(cls.info.exceptions.keys() - CHECKS.keys())
     if unknown:
-        raise ConformanceError(f"{cls.__name__}.exceptions names unknown checks: {', '.join(unknown)}.")
+        raise ConformanceError(f"{cls.__name__}.info.exceptions names unknown checks: {', '.join(unknown)}.")
     outcomes: dict[str, str] = {}
     failures: list[str] = []
     for family, about in families().items():

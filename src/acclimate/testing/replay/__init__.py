@@ -220,7 +220,8 @@ def run(
     options = recording.options()
     if "batch_size" not in find(method).options():
         options.pop("batch_size", None)  # where no default depends on it, the batches themselves say it
-    adapter = adapt(recording.model(), method, reference=True, **options, **more)
+    # a method that augments has to know a normalisation, though its views are recorded
+    adapter = adapt(recording.model(), method, reference=True, mean=0.5, std=0.5, **options, **more)
     margin = recording.hyper.get("margin_e0", recording.hyper.get("e_margin", math.inf))
     trace: dict[str, list[Any]] = {}
     for t, images, expected in recording.batches():

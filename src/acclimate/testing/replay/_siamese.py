@@ -56,4 +56,4 @@ def _spa(recording: Recording) -> Result:
         return {**_final(adapter), "patch_alpha": method.alpha.detach().flatten()}
 
     tolerance = recording.tolerance_final
-    return run(recording, Recorded, final, observe=observe, trace_tolerance=tolerance, mean=0.5, std=0.5)
+    return run(recording, Recorded, final, observe=observe, trace_tolerance=tolerance)

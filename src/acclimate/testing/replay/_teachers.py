@@ -38,7 +38,6 @@ def _cotta(recording: Recording) -> Result:
     class Recorded(CoTTA):
         """CoTTA with the recorded views, which are of images as the model takes them, and the recorded restored elements."""
 
-        augments = False
         calls = -1
         shown = 0
 
@@ -74,7 +73,6 @@ def _memo(recording: Recording) -> Result:
     class Recorded(MEMO):
         """MEMO with the recorded views."""
 
-        augments = False
         calls = -1
 
         def augmented(self, image: Tensor, engine: Engine) -> Tensor:
@@ -110,7 +108,6 @@ def _recorded_views(recording: Recording, method: type[ROID]) -> type[ROID]:
     class Recorded(method):  # type: ignore[misc, valid-type]
         """With the recorded view of each sample; checks the weights' choice and the average prediction on its way."""
 
-        augments = False
         calls = -1
 
         def augmented(self, images: Tensor, kept: Tensor, engine: Engine) -> Tensor:
@@ -162,8 +159,6 @@ def _rotta(recording: Recording) -> Result:
     class Recorded(RoTTA):
         """RoTTA with the recorded view of each sample."""
 
-        augments = False
-
         def augmented(self, images: Tensor, places: Tensor, engine: Engine) -> Tensor:
             numbers = self.arrivals[places].tolist()
             return torch.stack([recording.tensors[f"extra/aug/{n // batch}"][n % batch] for n in numbers])
@@ -197,8 +192,6 @@ def _adacontrast(recording: Recording) -> Result:
 
     class Recorded(AdaContrast):
         """AdaContrast with the recorded views and the recorded queue to begin with."""
-
-        augments = False
 
         def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
             adapted = super().attach(vit, setup)
