@@ -37,11 +37,11 @@ class SPA(Siamese):
         lr_noise: Learning rate of the patches' proportions, which ascend the loss.
         momentum: Momentum of SGD.
         momentum_noise: The same, for these proportions.
-        reference: Behave as the authors' released code, which clips the noisy view to [-1, 1], whatever the model's
-            normalisation is. By default it is clipped to what pixels can be.
+        reference: Behave as the authors' released code: the noisy view is clipped to [-1, 1], whatever the model's
+            normalisation is (by default it is clipped to what pixels can be), and momentum moves norms, predictor and
+            noise when neither view has a sample to learn from (by default no step is taken then).
 
-    Ours: the noise has one proportion for each of the model's own patches (16 pixels in ViT-B/16, as the authors have), and
-    a view without a sample to learn from adds nothing; without any, no step is taken.
+    Ours: the noise has one proportion for each of the model's own patches (16 pixels in ViT-B/16, as the authors have).
     """
 
     info = Info(
@@ -106,16 +106,17 @@ class SPA(Siamese):
         gradient = [p.grad for p in engine.adapted.tensors if p.grad is not None]
         mixed = engine.gradient(images, surer, extras=(target,), forward=noisy, selective=True)
         used = int(engine.ranks.gather(blurred.kept | mixed.kept).sum())
-        if not used:
+        if not used and not self.reference:
             return Step(target)
         if not mixed.used:
-            engine.adapted.zero_gradient()
+            engine.adapted.zero_gradient()  # a view without a sample adds nothing, and momentum still moves the parameters
         engine.adapted.amend_gradient(plus=gradient or None)
         engine.adapted.update()
         with torch.no_grad():
             length = self.alpha.square().mean().clamp_min(torch.finfo(self.alpha.dtype).tiny)
             self.alpha.mul_((self.noise / length).sqrt()).clamp_(-1, 1)
-        return Step(target, used, sum(result.loss for result in (blurred, mixed) if result.used))
+        losses = [result.loss for result in (blurred, mixed) if result.used]
+        return Step(target, used, sum(losses) if losses else None)
 
     def draw(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor]:
         """Noise, the same for all images, and which low frequencies each image and channel keeps."""
