@@ -76,6 +76,22 @@ def test_the_reference_multiplies_the_logits(batches):
 
 
 @pytest.mark.parametrize("method", ["roid", "cmf"])
+def test_the_reference_divides_by_the_size_of_the_first_batch(method, tmp_path):
+    """Also in a short last one, after a restart too."""
+    first, last = tiny_batches(1)[0], tiny_batches(1, 3)[0]
+    default, reference = (acclimate.adapt(tiny_vit(), method, lr=0.01, reference=r, **HOW) for r in (False, True))
+    default(first)
+    reference(first)
+    assert reference.record.loss == pytest.approx(default.record.loss)
+    reference.save(tmp_path / "s.safetensors")
+    again = acclimate.load(tmp_path / "s.safetensors", tiny_vit())
+    for model in (default, reference, again):
+        model(last)
+    assert reference.record.loss == pytest.approx(default.record.loss * 3 / 6)
+    assert again.record.loss == reference.record.loss
+
+
+@pytest.mark.parametrize("method", ["roid", "cmf"])
 def test_a_window_learns_from_single_images_as_from_a_batch(method):
     first, second = tiny_batches(2)
     whole = acclimate.adapt(tiny_vit(), method, lr=0.01, **HOW)

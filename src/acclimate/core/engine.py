@@ -132,6 +132,7 @@ class Engine:
         self.rng = rng
         self.normalisation = normalisation
         self.loss_scale = torch.tensor(2.0**14 if precision == "float16" else 1.0)
+        self.batch_size = torch.tensor(0)  # of the stream, as the learning rates are for it; 0 until there is a batch
         self.passes = PassCount()  # since the model was wrapped
         self._dtype = PRECISIONS[precision]
         self._compile = compile

@@ -45,7 +45,7 @@ class State:
     def __init__(self, engine: Engine, method: Method, guard: Guard | None) -> None:
         self._engine, self._method, self._guard = engine, method, guard
         self.steps = torch.tensor(0)
-        self.batch_size = torch.tensor(0)  # that the learning rates are for; 0 until there is a batch
+        self.batch_size = engine.batch_size  # one tensor, which methods can read there
         self.initial = self.capture()
         engine.adapted.set_source([self.initial[name] for name in engine.adapted.named])  # one copy serves both
 

@@ -46,8 +46,9 @@ class ROID(Method):
             classes is that in the last so many. The authors pass all of them with each image; here the logits from when
             an image came are remembered (ours).
         reference: Behave as the authors' released code: the logits, not the probabilities, are multiplied with the classes'
-            frequency, and a batch whose samples are equally diverse or equally certain is not learned from (its weights are
-            0/0; here these samples count alike).
+            frequency; a batch whose samples are equally diverse or equally certain is not learned from (its weights are
+            0/0; by default these samples count alike); and losses are summed and divided by the size of the first batch,
+            whatever the size of this one, so that those of a window are not divided.
     """
 
     info = Info(
@@ -126,7 +127,8 @@ class ROID(Method):
         mine = kept[places]
         pairs = torch.stack([images[mine], self.augmented(images, mine, engine)], dim=1)
         # the engine takes the mean over the kept samples, the paper the sum over them divided by all
-        share = weights[places][mine] * (int(kept.sum()) / total)
+        divisor = int(engine.batch_size) if self.reference else total
+        share = weights[places][mine] * (int(kept.sum()) / divisor)
         result = engine.gradient(pairs, likelihood_ratio_and_consistency, extras=[share])
         self.remember(everybody)
         engine.adapted.update()
