@@ -77,7 +77,27 @@ def test_what_the_bank_replaces(reference, newest):
     method = acclimate.adapt(tiny_vit(), "adacontrast", queue=4, reference=reference, **HOW).method
     for i in range(1, 6):
         method.bank.remember(torch.full((1, method.bank.features.shape[1]), float(i)), torch.full((1, 10), 0.1))
-    assert method.bank.features[:, 0].tolist() == newest
+    assert method.bank.features[: method.bank.held, 0].tolist() == newest
+
+
+@pytest.mark.parametrize("sizes", [[1] * 6, [2] * 4, [3] * 4, [3, 3, 1, 2, 2], [3, 4, 4], [2, 1, 3, 1]], ids=str)
+def test_the_reference_bank_appends_whole_batches(sizes):
+    """Until it has as many samples as the queue or more; then its pointer goes round in all of them."""
+    method = acclimate.adapt(tiny_vit(), "adacontrast", queue=4, reference=True, **HOW).method
+    expected, pointer, number = [], 0, 0.0
+    for size in sizes:
+        batch = [number + i for i in range(size)]
+        number += size
+        if len(expected) < 4:
+            expected += batch
+        else:
+            for i, value in enumerate(batch):
+                expected[(pointer + i) % len(expected)] = value
+        pointer = (pointer + size) % len(expected)
+        rows = torch.tensor(batch)[:, None].expand(-1, method.bank.features.shape[1])
+        method.bank.remember(rows, torch.full((size, 10), 0.1))
+        assert method.bank.features[: method.bank.held, 0].tolist() == expected
+    assert int(method.bank.seen) == sum(sizes)
 
 
 def test_ring():

@@ -17,8 +17,8 @@ class Bank(nn.Module):
     Args:
         size: Places.
         vit: The model; features are what enters its head.
-        lagging: Behave as a bank that grows by appending, while its pointer stays a batch behind: the first samples to be
-            replaced are its newest.
+        lagging: Behave as a bank that grows by appending whole batches, so that it may get some more places than these,
+            while its pointer stays a batch behind: the first samples to be replaced are its newest.
     """
 
     def __init__(self, size: int, vit: ViT, *, lagging: bool = False) -> None:
@@ -29,15 +29,19 @@ class Bank(nn.Module):
         self.probabilities: Tensor
         self.at: Tensor
         self.seen: Tensor
-        self.register_buffer("features", torch.zeros(size, vit.head.in_features, device=vit.device))
-        self.register_buffer("probabilities", torch.zeros(size, vit.classes, device=vit.device))
+        places = 2 * size - 1 if lagging else size
+        self.register_buffer("features", torch.zeros(places, vit.head.in_features, device=vit.device))
+        self.register_buffer("probabilities", torch.zeros(places, vit.classes, device=vit.device))
         self.register_buffer("at", torch.tensor(0))  # where the next entries go
         self.register_buffer("seen", torch.tensor(0))  # samples
+        if lagging:
+            self.grown: Tensor
+            self.register_buffer("grown", torch.tensor(0))  # places that are filled
 
     @property
     def held(self) -> int:
         """Places that are filled."""
-        return min(int(self.seen), self.size)
+        return int(self.grown) if self.lagging else min(int(self.seen), self.size)
 
     def labels(self, logits: Tensor, features: Tensor, *, neighbours: int, after: int) -> Tensor:
         """The vote of the nearest neighbours, or, until so many samples were seen, the plain prediction."""
@@ -51,12 +55,14 @@ class Bank(nn.Module):
     def remember(self, features: Tensor, probabilities: Tensor) -> None:
         """Put a batch into the bank, when it is full in the place of an earlier one."""
         count, held = len(features), self.held
-        lagging = self.lagging and held < self.size
-        entries = ring(held if lagging else int(self.at), count, self.size)
-        self.features[entries] = features[-self.size :].to(self.features)
-        self.probabilities[entries, : probabilities.shape[-1]] = probabilities[-self.size :].to(self.features)
-        after = min(held + count, self.size)
-        self.at.fill_((int(self.at) + count) % (after if lagging else self.size))
+        places, start = self.size, int(self.at)
+        if self.lagging:
+            places, start = (held + min(count, self.size), held) if held < self.size else (held, start)
+            self.grown.fill_(places)
+        entries = ring(start, count, places)
+        self.features[entries] = features[-len(entries) :].to(self.features)
+        self.probabilities[entries, : probabilities.shape[-1]] = probabilities[-len(entries) :].to(self.features)
+        self.at.fill_((int(self.at) + count) % places)
         self.seen += count
 
 

@@ -48,8 +48,8 @@ class AdaContrast(Method):
         beta: Weight of the contrast.
         eta: Weight of the diversity.
         reference: Behave as the released code and its online port: the queue's labels are replaced by this batch's before
-            they are compared, while its features are still the old ones, and the bank's first samples to be replaced are
-            its newest.
+            they are compared, while its features are still the old ones; the bank grows by whole batches, and may become
+            larger than the queue by a part of one; and its first samples to be replaced are its newest.
     """
 
     info = Info(
