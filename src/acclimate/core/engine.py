@@ -116,6 +116,12 @@ class Engine:
     ) -> None:
         if precision not in PRECISIONS:
             raise ConfigError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}.")
+        self._dtype = PRECISIONS[precision]
+        if {self._dtype, vit.dtype} == {torch.bfloat16, torch.float16}:
+            raise ConfigError(
+                f"precision={precision!r}: the weights of this model are {vit.dtype}, which torch does not mix with that. "
+                "Leave it out, or convert the model with model.float()."
+            )
         self.vit = vit
         self.ranks = ranks or Alone()
         self.samples_interact = samples_interact(vit.model)
@@ -134,7 +140,6 @@ class Engine:
         self.loss_scale = torch.tensor(2.0**14 if precision == "float16" else 1.0)
         self.batch_size = torch.tensor(0)  # of the stream, as the learning rates are for it; 0 until there is a batch
         self.passes = PassCount()  # since the model was wrapped
-        self._dtype = PRECISIONS[precision]
         self._compile = compile
         self._logits = self._compiled()
 
@@ -178,9 +183,9 @@ class Engine:
         return self._target(logits), _full(more)
 
     def classify(self, features: Tensor) -> Tensor:
-        """Return the logits of the target's classes from features that enter the head."""
+        """Return the logits of the target's classes from features that enter the head, of whatever type they are."""
         with self.autocast():
-            return self._target(self.vit.head(features))
+            return self._target(self.vit.head(features.to(self.vit.dtype)))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Inside, networks compute in the precision that was asked for."""
@@ -356,12 +361,12 @@ class Engine:
     # ---- pixels -----------------------------------------------------------------------------------------------
 
     def to_pixels(self, images: Tensor) -> Tensor:
-        """Return pixels, which are from 0 to 1 in an ordinary image, of images as the model takes them."""
-        return self._normalised().undo(images)
+        """Return pixels, at least in float32 and from 0 to 1 in an ordinary image, of images as the model takes them."""
+        return self._normalised().undo(_full(images))
 
     def from_pixels(self, pixels: Tensor) -> Tensor:
-        """Return images as the model takes them, of pixels from 0 to 1."""
-        return self._normalised().apply(pixels)
+        """Return images as the model takes them, of its type, of pixels from 0 to 1."""
+        return self._normalised().apply(pixels).to(self.vit.dtype)
 
     def _normalised(self) -> Normalisation:
         if self.normalisation is None:

@@ -148,7 +148,7 @@ class FOA(Method):
         """Logits, after the features have been moved to where the source's are."""
         shift = (self.source[0][-len(self.average) :] - self.average).nan_to_num(0.0)
         with torch.no_grad():
-            return engine.classify((features + shift).to(engine.vit.dtype))
+            return engine.classify(features + shift)
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
         return self.shifted(engine.features(images)[1], engine)

@@ -14,6 +14,7 @@ from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import require_between, require_whole
 from ..models.view import ViT
+from ._adam import require_room_for_squares
 from ._augment import augmix
 
 
@@ -26,6 +27,7 @@ class MEMO(Method):
 
     Needs the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`). An image costs as much as two batches
     of its views: one pass for their mean prediction, one for the gradient, which then needs the memory of a micro-batch.
+    Weights in float16 are refused, because Adam's squared gradients do not fit into it.
 
     Args:
         lr: Learning rate of AdamW. This and `weight_decay` are the authors' for a transformer (RVT); there is no published
@@ -73,6 +75,7 @@ class MEMO(Method):
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         self._adapted = list(vit.model.parameters())
+        require_room_for_squares(vit, self._adapted)
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:

@@ -13,6 +13,7 @@ from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import ConfigError, require_between, require_whole
 from ..models.view import ViT, parameters_of, require
+from ._adam import require_room_for_squares
 from ._augment import noisy_view
 from ._teacher import Teacher
 
@@ -30,7 +31,7 @@ class RoTTA(Method):
 
     Needs the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`), images of one size, and memory for some
     of them. The paper replaces BatchNorm, which a ViT has not; to adapt the norms of a ViT is how later benchmarks port it.
-    The augmentation is CoTTA's.
+    The augmentation is CoTTA's. Weights in float16 are refused, because Adam's squared gradients do not fit into it.
 
     Args:
         lr: Learning rate of Adam.
@@ -84,6 +85,7 @@ class RoTTA(Method):
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         require(vit.model, vit.image_size is not None, "RoTTA remembers images, which have to be of one size")
         self._adapted = parameters_of(vit.norms)
+        require_room_for_squares(vit, self._adapted)
         self.teacher = Teacher(self._adapted)
         self.images: Tensor
         self.labels: Tensor

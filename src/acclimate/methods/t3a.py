@@ -78,7 +78,7 @@ class T3A(Method):
         if bank.entropies.isinf().all():
             rows = engine.vit.head.weight.to(bank.supports)
             rows = rows if engine.classes is None else rows[engine.classes]
-            logits = engine.classify(rows.to(engine.vit.dtype))
+            logits = engine.classify(rows)
             labels = logits.argmax(-1) if self.reference else torch.arange(count, device=rows.device)
             bank.add(rows, labels, entropy(logits))
         return bank

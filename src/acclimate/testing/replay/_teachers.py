@@ -112,8 +112,8 @@ def _recorded_views(recording: Recording, method: type[ROID]) -> type[ROID]:
 
         def augmented(self, images: Tensor, kept: Tensor, engine: Engine) -> Tensor:
             self.calls += 1
-            recorded = recording.tensors["trace/diversity_minus_mean"][self.calls, : len(kept)]  # the last batch may be short
-            if not torch.equal(kept, recorded >= 0):
+            recorded = recording.tensors["trace/diversity_minus_mean"][self.calls]
+            if not torch.equal(kept, recorded[: len(kept)] >= 0):  # the last batch may be short
                 raise ValueError(f"other samples are kept at step {self.calls}")
             return recording.tensors[f"extra/aug/{self.calls}"][kept]
 
