@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from ._words import Commands
+from ._arguments import Commands, new_command
+from .table import add_runs, chosen_runs, fitted_paper, only_grid
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from ..evaluation.tables import Grid
+
+POSITION = 30
 EPILOG = """\
 examples:
   acclimate bench && acclimate report runs/               the results of a bench as a page: report.html
@@ -13,28 +22,23 @@ examples:
                                                           the same with the figures that explain them
 
 The page is one file that needs no network: table, accuracy and health along the stream, costs, events, figures, and the
-protocol. Figures are those that `acclimate analyze` wrote; it says where it found none.
+protocol. Figures are those that `acclimate analyze` wrote; those of another model are left out, and the command says so.
 """
 ORDER = ["attention-distance", "rollout", "class-tokens", "separability", "conditioners", "sensitivity", "ablation", "cost"]
 
 
 def add(commands: Commands) -> None:
-    report = commands.add_parser(
+    """Add the command."""
+    report = new_command(
+        commands,
         "report",
         help="one page with results, health, figures and protocol, to send to a colleague",
         description="Write finished runs and figures as one page.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    report.add_argument("runs", nargs="+", metavar="DIR", help="folders of `acclimate bench --out`, or of single runs")
+    add_runs(report)
     report.add_argument("-o", "--out", default="report.html", metavar="FILE", help="default: %(default)s")
     report.add_argument("--figures", metavar="DIR", help="of `acclimate analyze` (default: figures, if there is one)")
-    report.add_argument("--setting", metavar="NAME", help="only this one; needed where there are several")
-    report.add_argument(
-        "--paper", metavar="TABLE", help="the paper's numbers beside ours; `acclimate paper` lists its tables"
-    )
-    report.add_argument("--mix", action="store_true", help="put results of different protocols into one table")
-    report.add_argument("--title", metavar="TEXT", help="of the page")
     report.set_defaults(run=_report)
 
 
@@ -44,34 +48,49 @@ def _report(given: argparse.Namespace) -> None:
     from ..analysis.figures import Kept
     from ..core.files import write_whole
     from ..errors import ConfigError
-    from ..evaluation.results import Results
-    from ..evaluation.store import Store
-    from ..papers.dct.reported import reported
     from ..report.page import page
-    from .table import ordered
 
-    figures = Path(given.figures or "figures")
-    words = sorted(
-        figures.glob("*.json"), key=lambda file: (ORDER.index(file.stem) if file.stem in ORDER else len(ORDER), file)
+    folder = Path(given.figures or "figures")
+    saved = sorted(
+        folder.glob("*.json"), key=lambda file: (ORDER.index(file.stem) if file.stem in ORDER else len(ORDER), file)
     )
-    if given.figures and not words:
-        raise ConfigError(f"--figures {figures}: there is none; `acclimate analyze all --out {figures}` draws them.")
-    outcomes = [
-        outcome
-        for folder in given.runs
-        for outcome in Store(folder).outcomes()
-        if given.setting in (None, outcome.spec.setting)
-    ]
-    if not outcomes:
-        raise ConfigError(f"{', '.join(given.runs)}: no finished run{' of that setting' if given.setting else ''}.")
-    grids = Results(ordered(outcomes)).grids(mix=given.mix)
-    if len(grids) > 1:
-        raise ConfigError(f"There are results of several settings ({', '.join(grids)}): choose one with --setting.")
-    ((setting, grid),) = grids.items()
-    title = given.title or f"Adaptation at test time: {grid.model}, {setting}"
-    paper = given.paper and reported(given.paper)
-    kept = [Kept.read(file) for file in words]
-    text = page(grid.outcomes, title=title, paper=paper, notes=grid.differences, figures=kept)
+    if given.figures and not saved:
+        raise ConfigError(f"--figures {folder}: there is none; `acclimate analyze all --out {folder}` draws them.")
+    grid = only_grid(chosen_runs(given).grids(mix=given.mix))
+    paper = fitted_paper(given, grid)
+    figures = [Kept.read(file) for file in _of_model(saved, grid)]
+    title = given.title or f"Adaptation at test time: {grid.scope}, {grid.model}"
+    text = page(grid, title=title, paper=paper, figures=figures)
     write_whole(Path(given.out), text.encode())
-    drawn = f"{len(kept)} figures" if kept else "no figures, which `acclimate analyze all` would draw"
+    drawn = f"{len(figures)} figures" if figures else "no figures, which `acclimate analyze all` would draw"
     print(f"{given.out}: {len(grid.outcomes)} runs, {drawn}; {len(text.encode()) / 2**20:.1f} MiB")
+
+
+def _of_model(saved: list[Path], grid: Grid) -> list[Path]:
+    """Return the figures that are not of another model than the runs, and print which are, and which do not say it."""
+    models = [outcome.spec.model for outcome in grid.outcomes]
+    kept = []
+    for file in saved:
+        theirs = _model(file)
+        if theirs is None:
+            print(f"{file}: does not say of which model it is; it is on the page all the same.")
+        elif not any(all(theirs.get(part) == ours[part] for part in ("weights", "architecture")) for ours in models):
+            whose = f"{theirs.get('name')}, weights {theirs.get('weights')}"
+            print(
+                f"{file}: left out: it is of another model ({whose}) than the runs ({grid.model}, {models[0]['weights']})."
+            )
+            continue
+        kept.append(file)
+    return kept
+
+
+def _model(file: Path) -> Mapping[str, str] | None:
+    """Return the model that a saved figure names; None where it names none."""
+    import json
+
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return None  # reading the figure says what is wrong with it
+    model = content.get("model") if isinstance(content, dict) else None
+    return model if isinstance(model, dict) else None

@@ -3,52 +3,108 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
+import sys
 from typing import TYPE_CHECKING
 
-from ._words import Commands, listed, numbers
+from ._arguments import Commands, integers, names, new_command
 
 if TYPE_CHECKING:
-    from ..evaluation.store import Outcome
+    from ..evaluation.published import PublishedTable
+    from ..evaluation.results import Results
+    from ..evaluation.tables import Grid
 
+POSITION = 20
 FORMATS = ("terminal", "markdown", "csv", "latex", "json", "html")
-
 EPILOG = """\
 examples:
   acclimate table runs/                                   every setting's table
-  acclimate table runs/ --setting normal --format latex   the layout of the papers, ready for \\input
-  acclimate table runs/ --format html --save table.html   one page with table, curves and costs
+  acclimate table runs/ --settings normal --format latex  the layout of the papers, ready for \\input
+  acclimate table runs/ --format html --out table.html    one page with table, curves and costs
   acclimate table runs/ --paper normal                    the paper's numbers beside ours
 
 Results whose protocols differ (weights, normalisation, order of the images, versions ...) are not put into one table unless
---mix says so; what differs is then printed with it.
+--mix says so; what differs is then printed with it. The same holds for a table of the paper that is of other data, another
+severity or another setting.
 """
 
 
 def add(commands: Commands) -> None:
-    table = commands.add_parser(
+    """Add the command."""
+    table = new_command(
+        commands,
         "table",
         help="tables of finished runs: for a terminal, Markdown, CSV, LaTeX, JSON, HTML",
         description="Make tables of finished runs.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    table.add_argument("runs", nargs="+", metavar="DIR", help="folders of `acclimate bench --out`, or of single runs")
+    add_runs(table)
     table.add_argument("--format", default="terminal", choices=FORMATS, help="default: %(default)s")
-    table.add_argument("--save", metavar="FILE", help="write to a file instead of the screen")
-    table.add_argument("--methods", metavar="LIST", help="only these, in this order")
-    table.add_argument(
-        "--setting", metavar="NAME", help="only this one; needed where there are several, except on a terminal"
+    table.add_argument("--out", metavar="FILE", help="write to a file instead of the screen")
+    table.set_defaults(run=_table)
+
+
+def add_runs(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that choose finished runs, and how they are shown."""
+    parser.add_argument("runs", nargs="+", metavar="DIR", help="folders of `acclimate bench --out`, or of single runs")
+    parser.add_argument("--methods", metavar="LIST", help="only these, in this order")
+    parser.add_argument(
+        "--settings", "--setting", metavar="LIST", help="only these; where there are several, only a terminal shows them all"
     )
-    table.add_argument("--severity", type=int, metavar="1..5", help="only this one")
-    table.add_argument("--seeds", metavar="LIST", help="only these")
-    table.add_argument("--model", metavar="NAME", help="only this one, as it is called in the results")
-    table.add_argument(
+    parser.add_argument("--severities", "--severity", metavar="LIST", help="only these")
+    parser.add_argument("--seeds", metavar="LIST", help="only these")
+    parser.add_argument("--model", metavar="NAME", help="only this one, as it is called in the results")
+    parser.add_argument(
         "--paper", metavar="TABLE", help="the paper's numbers beside ours; `acclimate paper` lists its tables"
     )
-    table.add_argument("--mix", action="store_true", help="put results of different protocols into one table")
-    table.add_argument("--title", metavar="TEXT", help="of the LaTeX table or the page")
-    table.set_defaults(run=_table)
+    parser.add_argument("--mix", action="store_true", help="put what was made under different protocols into one table")
+    parser.add_argument("--title", metavar="TEXT", help="of the LaTeX table or the page")
+
+
+def chosen_runs(given: argparse.Namespace) -> Results:
+    """Return the finished runs that were asked for, in the order of a table."""
+    from ..errors import ConfigError
+    from ..evaluation.results import Results
+    from ..evaluation.store import Store
+
+    outcomes = [outcome for folder in given.runs for outcome in Store(folder).outcomes()]
+    methods = given.methods and names("methods", given.methods)
+    settings = given.settings and names("settings", given.settings)
+    severities = given.severities and integers("severities", given.severities)
+    seeds = given.seeds and integers("seeds", given.seeds)
+    chosen = Results(
+        o
+        for o in outcomes
+        if (methods is None or o.spec.method in methods)
+        and (settings is None or o.spec.setting in settings)
+        and (severities is None or all(key.severity in severities for key in o.spec.domains))
+        and (seeds is None or o.spec.seed in seeds)
+        and given.model in (None, o.spec.model["name"])
+    )
+    if not len(chosen):
+        kept = f"none of the {len(outcomes)} finished runs there is what was asked for" if outcomes else "no finished run"
+        raise ConfigError(f"{', '.join(given.runs)}: {kept}.")
+    return chosen.ordered(methods) if methods else chosen.ordered()
+
+
+def only_grid(grids: dict[str, Grid]) -> Grid:
+    """Return the grid, if there is one alone."""
+    from ..errors import ConfigError
+
+    if len(grids) > 1:
+        raise ConfigError(f"There are results of several settings ({', '.join(grids)}): choose one with --settings.")
+    return next(iter(grids.values()))
+
+
+def fitted_paper(given: argparse.Namespace, grid: Grid) -> PublishedTable | None:
+    """Return the paper's table that was asked for, as it can stand beside these runs, and say in what it is another."""
+    from ..papers.dct.reported import reported
+
+    if given.paper is None:
+        return None
+    paper = reported(given.paper).fitted(grid, mix=given.mix)
+    for mismatch in paper.mismatches(grid):
+        print(f"mixed: the paper's table {paper.key} has another {mismatch}", file=sys.stderr)
+    return paper
 
 
 def _table(given: argparse.Namespace) -> None:
@@ -57,67 +113,32 @@ def _table(given: argparse.Namespace) -> None:
     from rich.console import Console
 
     from ..core.files import write_whole
-    from ..errors import ConfigError
-    from ..evaluation import tables
-    from ..evaluation.results import Results
-    from ..evaluation.store import Store
-    from ..papers.dct.reported import reported
+    from ..evaluation.formats import beside, write_table
+    from ..papers.dct.protocols import source_remarks
+    from ..report.page import page
+    from ..report.terminal import show
 
-    outcomes = [outcome for folder in given.runs for outcome in Store(folder).outcomes()]
-    methods = given.methods and listed("methods", given.methods)
-    seeds = given.seeds and numbers("seeds", given.seeds)
-    chosen = Results(
-        o
-        for o in outcomes
-        if (methods is None or o.spec.method in methods)
-        and (seeds is None or o.spec.seed in seeds)
-        and given.setting in (None, o.spec.setting)
-        and given.model in (None, o.spec.model["name"])
-        and (given.severity is None or all(title.endswith(f"/{given.severity}") for title in o.spec.domains))
-    )
-    if not len(chosen):
-        kept = f"none of the {len(outcomes)} finished runs there is what was asked for" if outcomes else "no finished run"
-        raise ConfigError(f"{', '.join(given.runs)}: {kept}.")
-    chosen = Results(ordered(chosen, methods))
+    chosen = chosen_runs(given)
     grids = chosen.grids(mix=given.mix)
-    paper = given.paper and reported(given.paper)
-    for grid in grids.values():
-        for difference in grid.differences:
-            print(f"mixed: {difference}")
-    if given.format == "terminal" and not given.save:
-        console = Console()
-        from .bench import show
-
-        show(chosen, console, mix=given.mix)
-        if paper:
-            for grid in grids.values():
-                console.print(tables.beside(grid, paper))
+    console = Console()
+    on_screen = given.format == "terminal" and not given.out
+    grid = next(iter(grids.values())) if on_screen else only_grid(grids)
+    papers = [fitted_paper(given, each) for each in grids.values()]
+    for difference in (difference for each in grids.values() for difference in each.differences):
+        print(f"mixed: {difference}", file=sys.stderr)
+    if on_screen:
+        show(chosen, console, mix=given.mix, remarks=source_remarks)
+        for each, paper in zip(grids.values(), papers):
+            if paper:
+                console.print(beside(each, paper))
                 for doubt in paper.doubts:
                     console.print(f"doubt: {doubt}", style="yellow")
         return
-    if len(grids) > 1:
-        raise ConfigError(f"There are results of several settings ({', '.join(grids)}): choose one with --setting.")
-    ((setting, grid),) = grids.items()
-    title = given.title or f"Top-1 accuracy (%), {setting}, {grid.severities}{grid.model}"
-    text = tables.written(given.format, grid, title, paper)
-    if given.save:
-        write_whole(Path(given.save), text.encode())
-        print(f"{given.save}: {len(text.encode())} bytes")
+    title = given.title or f"Top-1 accuracy (%), {grid.scope}, {grid.model}"
+    html = given.format == "html"
+    text = page(grid, title=title, paper=papers[0]) if html else write_table(given.format, grid, title, papers[0])
+    if given.out:
+        write_whole(Path(given.out), text.encode())
+        print(f"{given.out}: {len(text.encode())} bytes")
     else:
         print(text)
-
-
-def ordered(outcomes: Iterable[Outcome], methods: Sequence[str] | None = None) -> list[Outcome]:
-    """As a table shows them: methods as they are listed, corruptions as in the papers, seeds."""
-    from ..core.registry import list_methods
-
-    order = methods or list_methods()
-    return sorted(outcomes, key=lambda o: (order.index(o.spec.method), *map(_place, o.spec.domains), o.spec.seed))
-
-
-def _place(title: str) -> tuple[int, str]:
-    """Corruptions in the papers' order, other domains after them by name."""
-    from ..data.corruptions import CORRUPTIONS
-
-    name = title.partition("/")[0]
-    return (CORRUPTIONS.index(name) if name in CORRUPTIONS else len(CORRUPTIONS), title)

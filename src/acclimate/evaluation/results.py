@@ -9,16 +9,18 @@ from typing import TYPE_CHECKING, overload
 
 from rich.console import Console
 
+from ..data.corruptions import CORRUPTIONS
 from ..errors import ConfigError
+from .formats import WIDTH, terminal, write_table
 from .store import Outcome
-from .tables import Grid, terminal, written
+from .tables import SOURCE, Grid, RowKey
 
 if TYPE_CHECKING:
     import pandas
 
 
 class Results(Sequence[Outcome]):
-    """Runs with their results, in the order of the grid. In a notebook it shows itself as tables."""
+    """Holds runs with their results, in the order of the bench. In a notebook it shows itself as tables."""
 
     def __init__(self, outcomes: Iterable[Outcome]) -> None:
         self._outcomes = list(outcomes)
@@ -37,32 +39,42 @@ class Results(Sequence[Outcome]):
         return iter(self._outcomes)
 
     def where(self, **fields: object) -> Results:
-        """The runs whose specification has these values: `results.where(setting="bs1", method="dct")`."""
+        """Return the runs whose specification has these values: `results.where(setting="bs1", method="dct")`."""
         return Results(o for o in self if all(getattr(o.spec, name) == value for name, value in fields.items()))
 
+    def ordered(self, methods: Sequence[str] = (SOURCE,)) -> Results:
+        """Return the runs as a table shows them: these methods first, others by name, corruptions as in the papers."""
+
+        def place(outcome: Outcome) -> tuple[object, ...]:
+            spec = outcome.spec
+            first = methods.index(spec.method) if spec.method in methods else len(methods)
+            known = [CORRUPTIONS.index(k.name) if k.name in CORRUPTIONS else len(CORRUPTIONS) for k in spec.domains]
+            domains = [(number, key.name, key.severity or 0) for number, key in zip(known, spec.domains)]
+            return first, RowKey.of(spec), domains, spec.seed
+
+        return Results(sorted(self, key=place))
+
     def grids(self, *, mix: bool = False) -> dict[str, Grid]:
-        """A table for each setting."""
+        """Return a table for each setting."""
         settings = dict.fromkeys(o.spec.setting for o in self)
         return {setting: Grid(self.where(setting=setting), mix=mix) for setting in settings}
 
     def table(self) -> str:
-        """The tables, as a terminal would show them."""
-        return "\n".join(written("terminal", grid, f"Top-1 in %, {setting}") for setting, grid in self.grids().items())
+        """Return the tables as a terminal would show them."""
+        return "\n".join(write_table("terminal", grid, _title(grid)) for grid in self.grids().values())
 
     def frame(self) -> pandas.DataFrame:
-        """A pandas data frame with a row for each run and domain; accuracies are shares of one."""
+        """Return a pandas data frame with a row for each run and domain; accuracies are shares of one."""
         try:
             import pandas
         except ImportError:
             raise ConfigError("A data frame needs pandas: pip install pandas.") from None
         rows = []
-        for outcome in self:
-            spec, result = outcome.spec, outcome.result
+        for spec, result in ((outcome.spec, outcome.result) for outcome in self):
             scores = {k: v for k, v in asdict(result).items() if not isinstance(v, (list, dict))}
-            for title, accuracy in result.per_domain.items():
-                name, _, severity = title.partition("/")
+            for key, accuracy in result.per_domain.items():
                 rows.append(
-                    {"method": spec.method, "setting": spec.setting, "domain": name, "severity": severity or None,
+                    {"method": spec.method, "setting": spec.setting, "domain": key.name, "severity": key.severity,
                      "seed": spec.seed, "accuracy": accuracy, **scores, "model": spec.model["name"], "run": spec.id}
                 )  # fmt: skip
         return pandas.DataFrame(rows)
@@ -71,7 +83,11 @@ class Results(Sequence[Outcome]):
         return self.table() if self._outcomes else "Results([])"
 
     def _repr_html_(self) -> str:
-        console = Console(file=io.StringIO(), record=True, width=120)
-        for setting, grid in self.grids().items():
-            console.print(terminal(grid, f"Top-1 in %, {setting}"))
+        console = Console(file=io.StringIO(), record=True, width=WIDTH)
+        for grid in self.grids().values():
+            console.print(terminal(grid, _title(grid), width=WIDTH))
         return console.export_html(inline_styles=True, code_format="<pre style='line-height:1.2'>{code}</pre>")
+
+
+def _title(grid: Grid) -> str:
+    return f"Top-1 accuracy in %: {grid.scope}, model {grid.model}"

@@ -19,6 +19,7 @@ from .memory import peak_memory
 from .scores import Floats, Scores
 
 MEASURED = {"seconds", "peak_mib"}  # differ from one time to the next; all else does not
+PACKED = {"by_image"}  # covered by the digest of the predictions
 
 
 @dataclass(frozen=True)
@@ -41,25 +42,26 @@ class Result:
     events: list[tuple[int, str]]  # step, what the method or the guard did
     curve: list[tuple[int, float]]  # images so far, top-1 so far
     predictions: str  # digest of every image's score, in the stream's order
+    by_image: dict[DomainKey, str] = field(default_factory=dict)  # how often each was met and right: `paired.unpack_counts`
 
     @property
     def digest(self) -> str:
         """SHA-256 of all that is not a measurement of the machine: equal for equal runs, interrupted or not."""
-        values = {name: value for name, value in self.to_json().items() if name not in MEASURED}
+        values = {name: value for name, value in self.to_json().items() if name not in MEASURED | PACKED}
         return digest_json(values)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as JSON holds it, which has no infinity and no keys but text."""
-        per_domain = [[*key, accuracy] for key, accuracy in self.per_domain.items()]
-        return asdict(self) | {"nll": self.nll if math.isfinite(self.nll) else None, "per_domain": per_domain}
+        keyed = {name: [[*key, v] for key, v in getattr(self, name).items()] for name in ("per_domain", "by_image")}
+        return asdict(self) | {"nll": self.nll if math.isfinite(self.nll) else None, **keyed}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Result:
         """Return a result as it was written to a file."""
         pairs = {name: [tuple(pair) for pair in values[name]] for name in ("events", "curve")}
-        per_domain = {DomainKey(name, severity): accuracy for name, severity, accuracy in values["per_domain"]}
+        keyed = {name: {DomainKey(*key): v for *key, v in values[name]} for name in ("per_domain", "by_image")}
         nll = math.inf if values["nll"] is None else values["nll"]
-        return cls(**{**values, **pairs, "per_domain": per_domain, "nll": nll})
+        return cls(**{**values, **pairs, **keyed, "nll": nll})
 
 
 @dataclass
@@ -135,6 +137,7 @@ def run(
         peak_mib=peak.mib,
         curve=list(zip(where.tolist(), accuracy.tolist())),
         predictions=scores.digest,
+        by_image=scores.by_image(stream.order, [len(domain.labels) for domain in stream.domains]),
         **asdict(tally) | {"events": tally.events},
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..data.domains import DomainKey
 from ..errors import InputError
+from .paired import pack_counts
 
 Floats = npt.NDArray[np.float64]
 BINS = 15  # of the calibration error, as in Guo et al. 2017
@@ -100,6 +101,21 @@ class Scores:
         """Top-1 of each domain that was met."""
         domain = self._column(4)
         return {k: float(self._column(0)[domain == i].mean()) for i, k in enumerate(self.domains) if (domain == i).any()}
+
+    def by_image(self, order: npt.NDArray[np.int64], sizes: Sequence[int]) -> dict[DomainKey, str]:
+        """Return for each domain that was met how often each of its images was met and right: see `pack_counts`.
+
+        Args:
+            order: For every image of the stream, its position in the list of all domains' images.
+            sizes: How many images each domain has.
+        """
+        domain, starts = self._column(4), np.cumsum([0, *sizes])
+        mine = {i: domain == i for i in range(len(sizes))}
+        return {
+            self.domains[i]: pack_counts(self._column(0)[met], order[met] - starts[i], sizes[i])
+            for i, met in mine.items()
+            if met.any()
+        }
 
     @property
     def mean(self) -> float:

@@ -19,7 +19,7 @@ AWAY = (9, 18, 28, 40, 54, 70)  # and how far from its dot
 
 @dataclass(frozen=True)
 class Scale:
-    """From values to places in a drawing."""
+    """Maps values to places in a drawing."""
 
     low: float
     high: float
@@ -41,13 +41,13 @@ class Scale:
 
 
 def round_step(least: float) -> float:
-    """The next 1, 2 or 5 times a power of ten."""
+    """Return the next 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least * (1 - 1e-9))
 
 
 def panels(lines: Mapping[str, Mapping[str, Curve]], marks: Marks) -> tuple[Html, float]:
-    """Accuracy in per cent against images: a panel for each stream, in it a line for each method, the last on top.
+    """Draw accuracy in per cent against images: a panel for each stream, in it a line for each method, the last on top.
 
     All panels span equally many points, though not the same ones, so that a slope means the same everywhere. Returns the
     drawings and how many points that is.
@@ -73,7 +73,7 @@ def panels(lines: Mapping[str, Mapping[str, Curve]], marks: Marks) -> tuple[Html
 
 
 def courses(lines: Mapping[str, Mapping[str, Curve]], marks: Marks) -> Html:
-    """Anything that is not negative against the share of the stream, in per cent: a panel for each quantity."""
+    """Draw anything that is not negative against the share of the stream, in per cent: a panel for each quantity."""
     size, figures = (350, 200), []
     for what, curves in lines.items():
         highest = max(max(ys) for _, ys in curves.values())
@@ -120,7 +120,7 @@ def _panel(
 
 
 def scatter(dots: Mapping[str, tuple[float, float]], marks: Marks) -> Html:
-    """Mean accuracy in per cent against milliseconds per image, and a line through those that nothing else beats on both."""
+    """Draw mean accuracy in per cent against time per image, and a line through those that nothing beats on both."""
     size, left, top, right, bottom = (460, 350), 34, 26, 448, 306
     times, accuracies = zip(*dots.values())
     low, high = min(times), max(times)
@@ -145,7 +145,7 @@ def scatter(dots: Mapping[str, tuple[float, float]], marks: Marks) -> Html:
 
 
 def frontier(dots: Mapping[str, tuple[float, float]]) -> list[str]:
-    """From fast to slow, the names of those that are more accurate than everything faster."""
+    """Return the names of those that are more accurate than everything faster, from fast to slow."""
     best, found = -math.inf, []
     for name, (_, accuracy) in sorted(dots.items(), key=lambda item: (item[1][0], -item[1][1])):
         if accuracy > best:
@@ -155,7 +155,7 @@ def frontier(dots: Mapping[str, tuple[float, float]]) -> list[str]:
 
 
 def _labelled(places: Mapping[str, tuple[float, float]], said: Mapping[str, str], marks: Marks, plot: Box) -> Iterator[Html]:
-    """Dots and their names, each name at the nearest place where it covers neither a dot nor another name."""
+    """Draw dots and their names, each name at the nearest place where it covers neither a dot nor another name."""
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in places.values()]
     for name, (x, y) in places.items():
         text = name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
@@ -186,7 +186,7 @@ def _fits(box: Box, plot: Box, taken: Sequence[Box]) -> bool:
 
 
 def _rules(y: Scale, left: float, right: float, unit: str = "") -> Iterator[Html]:
-    """Lines across, with their values; the uppermost has the unit."""
+    """Draw lines across, with their values; the uppermost has the unit."""
     for number, tick in enumerate(reversed(y.ticks)):
         yield tag("line", x1=left, x2=right, y1=y(tick), y2=y(tick), class_="rule")
         yield tag("text", f"{tick:g}" + ("" if number else unit), x=left - 5, y=y(tick) + 4, text_anchor="end")

@@ -6,23 +6,26 @@ end, and its numbers mean nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ...core.registry import find as find_method
 from ...data import bundled
 from ...data.catalog import Data
-from ...data.domains import Corrupted, Images
+from ...data.domains import Corrupted, Images, Subset
 from ...data.layouts import OFFICE
 from ...errors import ConfigError, nearest
-from ...evaluation.bench import Source, bench, statistics_of
+from ...evaluation.bench import bench
+from ...evaluation.published import PublishedTable
 from ...evaluation.results import Results
+from ...evaluation.testbed import opened_statistics
 from .protocols import VIT_B, VIT_L
-from .reported import Reported, figures, tables
+from .reported import figures, tables
 
 SEEDS = (2021, 2022, 2023)
 COMPARED = ("source", "t3a", "cotta", "dda", "memo", "adacontrast", "cfa", "tent", "dept-g", "sar", "eata", "dct")
@@ -30,7 +33,7 @@ MINUTES = {"source": 2, "tent": 5, "sar": 7, "dct": 8, "memo": 14 * 60, "dda": 5
 """For 50 000 images on an RTX 3090 as the paper has them; source is our guess, and what is not here is taken for 10."""
 
 
-PICTURES = {
+ANALYSES = {
     "attention-distance": "attention-distance",
     "rollout": "rollout",
     "tokens-by-class": "tsne",
@@ -38,49 +41,52 @@ PICTURES = {
     "conditioners": "tsne",
     "conditioners-more": "tsne",
 }
-"""The paper's pictures, and what `acclimate analyze` calls them."""
+"""The paper's drawings, and what `acclimate analyze` calls them."""
+SMALL_IMAGES = 96  # of each domain
+SMALL_SEVERITY = {5: 3, 3: 2}  # the bundled model is small, too
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """One table or figure: what it needs, and the grid that makes it."""
+    """Describes one table or figure: what it needs, and the grid that makes it."""
 
     name: str
     shows: str
     data: str
-    images: int  # met by each method, for each seed
+    images: int  # met by each method, for each seed, at full scale
     grid: Mapping[str, Any] = field(default_factory=dict)  # what `acclimate.bench` is asked for
     model: str = VIT_B
     reported: str | None = None  # its table among the reported ones
 
     @property
     def methods(self) -> list[str | tuple[str, dict[str, Any]]]:
+        """Return the methods, with options where they are not the defaults."""
         return list(self.grid.get("methods", COMPARED))
 
     @property
     def needing(self) -> list[str]:
-        """Methods that need more than the model and the stream: statistics of the source data, or a diffusion model."""
+        """Return methods that need more than the model and the stream: source statistics, or a diffusion model."""
         return [m for m in self.methods if isinstance(m, str) and (find_method(m).info.needs or m == "dda")]
 
-    def lacking(self, source: Source | Sequence[Source] | None, denoiser: str | None) -> list[str]:
-        """Those of them that cannot be run with these."""
-        known = {kind for statistics in statistics_of(source) for kind in statistics.kinds}
+    def lacking(self, source_statistics: Any, denoiser: str | None) -> list[str]:
+        """Return those of them that cannot be run with these."""
+        known = {kind for statistics in opened_statistics(source_statistics) for kind in statistics.kinds}
         return [m for m in self.needing if not {*find_method(m).info.needs} <= known or (m == "dda" and denoiser is None)]
 
     @property
     def hours(self) -> float:
-        """Rough cost on one RTX 3090, for all methods and seeds."""
+        """Return the rough cost on one RTX 3090, for all methods and seeds."""
         names = [m if isinstance(m, str) else m[0] for m in self.methods]
         minutes = sum(MINUTES.get(name, 10) for name in names) * self.images / 50_000
         return minutes * len(self.grid.get("seeds", SEEDS)) / 60
 
-    @property
-    def command(self) -> str:
-        return f"acclimate paper {self.name} --root {self.data.upper()}"
+    def command(self, scale: str = "full") -> str:
+        """Return the command that runs it."""
+        return f"acclimate paper {self.name} " + ("--scale small" if scale == "small" else f"--root {self.data.upper()}")
 
 
 def experiments() -> dict[str, Experiment]:
-    """All of them, in the paper's order."""
+    """Return all experiments, in the paper's order."""
     corrupted = 15 * 50_000
 
     def imagenet_c(name: str, setting: str, severity: int, shows: str, model: str = VIT_B, **grid: Any) -> Experiment:
@@ -119,15 +125,15 @@ def experiments() -> dict[str, Experiment]:
 
 
 def find(name: str) -> Experiment:
-    """By name, with or without `table-`."""
+    """Return an experiment by its name, with or without `table-`."""
     known = experiments()
     for full in (name, f"table-{name}", f"figure-{name}"):
         if full in known:
             return known[full]
-    picture = figures().get(name.removeprefix("figure-"))
-    if picture is not None:
-        how = f" `acclimate analyze {PICTURES[picture.key]}` draws its counterpart." if picture.key in PICTURES else ""
-        raise ConfigError(f"{name} is a picture of the paper, not a grid of runs: {picture.shows}{how}")
+    drawing = figures().get(name.removeprefix("figure-"))
+    if drawing is not None:
+        how = f" `acclimate analyze {ANALYSES[drawing.key]}` draws its counterpart." if drawing.key in ANALYSES else ""
+        raise ConfigError(f"{name} is a drawing of the paper, not a grid of runs: {drawing.shows}{how}")
     raise ConfigError(f"Unknown experiment {name!r}.{nearest(name, known, 0.4)} There are: {', '.join(known)}.")
 
 
@@ -139,8 +145,8 @@ def run(
     source_models: str | None = None,
     denoiser: str | None = None,
     **options: Any,
-) -> Iterator[tuple[str, Results, Reported | None]]:
-    """Do an experiment; gives its tables, each with a title and with the paper's.
+) -> Iterator[tuple[str, Results, PublishedTable | None]]:
+    """Run an experiment, and yield its tables, each with a title and with the paper's.
 
     Args:
         experiment: Which.
@@ -148,7 +154,8 @@ def run(
         scale: "full", or "small" for the bundled model and images.
         source_models: For Office-Home a folder with what `train-source` wrote: Art.safetensors, Clipart.safetensors ...
         denoiser: DDA's diffusion model, or a folder that `acclimate dda` wrote; without one, DDA is left out.
-        **options: For `acclimate.bench`: store, jobs, on, shard, device ... Methods that need `source` are left out without.
+        **options: For `acclimate.bench`: source_statistics, execution, out, fresh, reference ... Methods that need source
+            statistics are left out without.
     """
     if scale not in ("full", "small"):
         raise ConfigError(f"scale={scale!r}: full or small.")
@@ -160,7 +167,7 @@ def run(
     grid: dict[str, Any] = {"seeds": SEEDS, **experiment.grid, "methods": methods}
     paper = tables().get(experiment.reported or "")
     if scale == "small":
-        yield f"{experiment.shows}: small, bundled model and images", _small(experiment, grid, options), None
+        yield f"{experiment.shows}: small, bundled model and images", bench(**small_grid(experiment, grid), **options), None
         return
     if root is None:
         raise ConfigError(
@@ -181,38 +188,51 @@ def run(
         yield f"Office-Home from {source}", bench(model, "office-home", root, domains=targets, **grid, **options), None
 
 
-SMALL = 96  # images of each domain
-SMALL_SEVERITY = {5: 3, 3: 2}  # the bundled model is small, too
-
-
-def _small(experiment: Experiment, grid: dict[str, Any], options: dict[str, Any]) -> Results:
+def small_grid(experiment: Experiment, grid: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what `acclimate.bench` is asked for at the small scale."""
+    grid = {"seeds": SEEDS, **experiment.grid, "methods": experiment.methods} if grid is None else dict(grid)
     pairs = [(m, {}) if isinstance(m, str) else m for m in grid["methods"]]
-    methods = [(name, {**find_method(name).info.quick, **given}) for name, given in pairs]
-    grid = {**grid, "methods": methods, "seeds": grid["seeds"][:1], "batch_size": min(32, grid.get("batch_size", 64))}
     severity = SMALL_SEVERITY[grid.pop("severities", [5])[0]]
-    if experiment.data == "imagenet-c":
-        corruptions = grid.pop("corruptions", bundled.SHOWN)
-        return bench(corruptions=corruptions, severities=[severity], images=SMALL, tuned=False, **grid, **options)
-    return bench(data=_stand_in(experiment.data, severity), tuned=False, **grid, **options)
+    small = {
+        **grid,
+        "methods": [(name, {**find_method(name).info.quick, **given}) for name, given in pairs],
+        "seeds": grid["seeds"][:1],
+        "batch_size": min(32, grid.get("batch_size", 64)),
+        "tuned": False,
+    }
+    if experiment.data != "imagenet-c":
+        return {**small, "data": _stand_in(experiment.data, severity)}
+    return {"corruptions": bundled.SHOWN, **small, "severities": [severity], "images": SMALL_IMAGES}
+
+
+def small_images(experiment: Experiment) -> int:
+    """Return how many images each method meets at the small scale."""
+    grid = small_grid(experiment)
+    once = sum(len(d.labels) for d in grid["data"].domains) if "data" in grid else SMALL_IMAGES * len(grid["corruptions"])
+    settings = grid.get("settings", "normal")
+    return sum(2 * once if "label-shift" in s else once for s in ([settings] if isinstance(settings, str) else settings))
 
 
 def _stand_in(data: str, severity: int) -> Data:
-    """Bundled images with what is peculiar to a data set: some of the classes, unknown ones, several domains."""
-    pictures = bundled.images().sample(SMALL)
+    """Return bundled images with what is peculiar to a data set: some of the classes, unknown ones, several domains."""
+    how: dict[str, Any] = dict(mean=bundled.MEAN, std=bundled.STD, constants=bundled.CONSTANTS)
+    everything = bundled.images()
+    images = _part(everything, Subset.sample(Corrupted(everything, **how), SMALL_IMAGES).chosen)
     classes: list[int] | None = None
     unknown: int | None = None
     names = ["fog"]
     if data == "imagenet-r":
         classes = [0, 2, 3, 7, 9]
-        kept = np.isin(pictures.labels, classes)
-        labels = np.searchsorted(classes, pictures.labels[kept])
-        pictures = Images(pictures.pixels[kept], labels.astype(np.int64), pictures.numbers[kept])
+        images = _part(images, np.flatnonzero(np.isin(images.labels, classes)))
+        images = images._replace(labels=np.searchsorted(classes, images.labels).astype(np.int64))
     elif data == "visda-2021":
         unknown = len(bundled.CLASSES)
-        pictures = pictures._replace(labels=np.where(pictures.labels == 8, unknown, pictures.labels))
+        images = images._replace(labels=np.where(images.labels == 8, unknown, images.labels))
     else:
         names = ["fog", "contrast", "pixelate"]
-    how: dict[str, Any] = dict(mean=bundled.MEAN, std=bundled.STD, constants=bundled.CONSTANTS)
-    domains = [Corrupted(pictures, name, severity, **how) for name in names]
     shown = bundled.CLASSES if classes is None else [bundled.CLASSES[i] for i in classes]
-    return Data(f"{data} (stand-in)", list(domains), shown, classes, unknown)
+    return Data(f"{data} (stand-in)", [Corrupted(images, name, severity, **how) for name in names], shown, classes, unknown)
+
+
+def _part(images: Images, chosen: npt.NDArray[np.int64]) -> Images:
+    return Images(images.pixels[chosen], images.labels[chosen], images.indices[chosen])

@@ -14,6 +14,7 @@ from statistics import fmean
 
 from ...data.corruptions import CORRUPTIONS
 from ...errors import require_between, require_whole
+from ...evaluation.tables import Grid, Summary
 from .reported import reported
 
 MATCH = 0.5  # points within which two evaluations of one protocol agree: decoding, resizing and rounding differ
@@ -25,8 +26,8 @@ VIT_L = "vit_large_patch16_224.augreg_in21k_ft_in1k"
 
 
 @dataclass(frozen=True)
-class Known:
-    """A Source accuracy in print, and the protocol it belongs to."""
+class KnownSource:
+    """Holds a Source accuracy in print, and the protocol it belongs to."""
 
     model: str
     data: str
@@ -42,19 +43,19 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Fingerprint:
-    """What a Source accuracy looks like."""
+class ProtocolMatch:
+    """Says which protocol in print a Source accuracy resembles."""
 
-    nearest: Known | None
+    nearest: KnownSource | None
     distance: float | None  # points; root mean square over the columns where both are known, else between the means
     verdict: str
     warning: str | None
-    also: tuple[Known, ...] = ()  # others that the sample is too small to exclude
+    also: tuple[KnownSource, ...] = ()  # others that the sample is too small to exclude
 
 
 @cache
-def known() -> tuple[Known, ...]:
-    """All Source accuracies whose protocol is known; Office-Home's is not, since its fine-tuning is not described."""
+def known_sources() -> tuple[KnownSource, ...]:
+    """Return all Source accuracies whose protocol is known; Office-Home's is not: its fine-tuning is not described."""
     paper, matched = "Tang et al. 2024", "mean and std 0.5"
     doebler = "60.2 % error, mariodoebler/test-time-adaptation"
     foreign = "ImageNet's mean and std, wrong for these weights"
@@ -63,27 +64,27 @@ def known() -> tuple[Known, ...]:
         return reported(table).row("source")
 
     return (
-        Known(VIT_B, "imagenet-c", 5, 51.0, source("normal"), matched, False, paper),
-        Known(VIT_B, "imagenet-c", 5, 29.9, None, foreign, True, "README of SAR, label shift"),
-        Known(VIT_B_2, "imagenet-c", 5, 55.5, None, matched, False, "FOA and SPA; what newer timm gives without a tag"),
-        Known("torchvision's ViT-B/16", "imagenet-c", 5, 39.8, None, "as its benchmark feeds it", False, doebler),
-        Known(VIT_L, "imagenet-c", 5, 60.9, source("vit-l-normal"), matched, False, paper),
-        Known(VIT_B, "imagenet-c", 3, 69.2, source("normal-3"), matched, False, paper),
-        Known(VIT_B, "imagenet-c", 3, 53.8, source("bs1-3"), foreign, True, f"{paper}, inferred"),
-        Known(VIT_B, "imagenet-r", None, 57.2, None, f"{matched}, 200 classes", False, paper),
-        Known(VIT_B, "visda-2021", None, 57.7, None, f"{matched}, 1000 classes", False, paper),
+        KnownSource(VIT_B, "imagenet-c", 5, 51.0, source("normal"), matched, False, paper),
+        KnownSource(VIT_B, "imagenet-c", 5, 29.9, None, foreign, True, "README of SAR, label shift"),
+        KnownSource(VIT_B_2, "imagenet-c", 5, 55.5, None, matched, False, "FOA and SPA; newer timm's without a tag"),
+        KnownSource("torchvision's ViT-B/16", "imagenet-c", 5, 39.8, None, "as its benchmark feeds it", False, doebler),
+        KnownSource(VIT_L, "imagenet-c", 5, 60.9, source("vit-l-normal"), matched, False, paper),
+        KnownSource(VIT_B, "imagenet-c", 3, 69.2, source("normal-3"), matched, False, paper),
+        KnownSource(VIT_B, "imagenet-c", 3, 53.8, source("bs1-3"), foreign, True, f"{paper}, inferred"),
+        KnownSource(VIT_B, "imagenet-r", None, 57.2, None, f"{matched}, 200 classes", False, paper),
+        KnownSource(VIT_B, "visda-2021", None, 57.7, None, f"{matched}, 1000 classes", False, paper),
     )
 
 
-def looks_like(
+def match_protocol(
     mean: float,
     per_column: Mapping[str, float] | None = None,
     *,
     data: str,
     severity: int | None,
     samples: int | None = None,
-) -> Fingerprint:
-    """Find the protocol in print that a Source accuracy resembles most.
+) -> ProtocolMatch:
+    """Return the protocol in print that a Source accuracy resembles most.
 
     Args:
         mean: Source accuracy, mean over the corruptions where there are several.
@@ -92,27 +93,46 @@ def looks_like(
         severity: Of the corruptions; None where there are none.
         samples: Images behind each column, if not all of the data set's: the fewer, the more it may be off.
     """
-    columns = {name.split("/")[0]: value for name, value in (per_column or {}).items()}  # "fog/5" is fog
+    columns = per_column or {}
     for accuracy in (mean, *columns.values()):
         require_between(0, 100, accuracy=accuracy)
     if samples is not None:
         require_whole(1, samples=samples)
     case = data if severity is None else f"{data} at severity {severity}"
-    candidates = [each for each in known() if (each.data, each.severity) == (data, severity)]
+    candidates = [each for each in known_sources() if (each.data, each.severity) == (data, severity)]
     if not candidates:
-        return Fingerprint(None, None, f"not comparable: no Source accuracy on {case} with a known protocol", None)
+        return ProtocolMatch(None, None, f"not comparable: no Source accuracy on {case} with a known protocol", None)
     compared = [c for each in candidates if (c := _compare(each, mean, columns, samples)) is not None]
     if not compared:
-        return Fingerprint(None, None, f"not comparable: no Source accuracy on {case} is known for these columns", None)
+        return ProtocolMatch(None, None, f"not comparable: no Source accuracy on {case} is known for these columns", None)
     best, *rest = sorted(compared, key=lambda c: (c.excess, c.distance))
     also = tuple(c.known for c in rest if c.within(MATCH)) if best.within(MATCH) else ()
     warning = _warning(best.known) if best.known.wrong and best.within(NEAR) else None
-    return Fingerprint(best.known, best.distance, _verdict(best, also, samples), warning, also)
+    return ProtocolMatch(best.known, best.distance, _verdict(best, also, samples), warning, also)
+
+
+def match_source(grid: Grid) -> ProtocolMatch | None:
+    """Return the protocol in print that the Source row of a table resembles; None without such a row."""
+    cell = grid.source and grid.cell(grid.source, Summary.MEAN)
+    if grid.source is None or cell is None:
+        return None
+    spec = grid.runs[grid.source][0].spec
+    severity = grid.severities[0] if len(grid.severities) == 1 else None
+    columns = {key.name: found.accuracy for key in grid.domains if (found := grid.cell(grid.source, key))}
+    return match_protocol(cell.accuracy, columns, data=spec.dataset, severity=severity, samples=spec.images[0])
+
+
+def source_remarks(grid: Grid) -> list[str]:
+    """Return what there is to say about the protocol of a table, in sentences; nothing where none in print compares."""
+    match = match_source(grid)
+    if match is None or match.nearest is None:
+        return []
+    return [f"Source {match.verdict}.", *([f"Warning: {match.warning}"] if match.warning else [])]
 
 
 @dataclass(frozen=True)
 class _Comparison:
-    known: Known
+    known: KnownSource
     distance: float
     error: float  # standard error of a column's accuracy
 
@@ -125,7 +145,7 @@ class _Comparison:
         return self.excess <= points + ERRORS * self.error
 
 
-def _compare(known: Known, mean: float, columns: Mapping[str, float], samples: int | None) -> _Comparison | None:
+def _compare(known: KnownSource, mean: float, columns: Mapping[str, float], samples: int | None) -> _Comparison | None:
     if columns and known.data == "imagenet-c":
         whole = all(name in columns for name in CORRUPTIONS)
         if known.per_column is None and not whole:
@@ -141,7 +161,7 @@ def _compare(known: Known, mean: float, columns: Mapping[str, float], samples: i
     return _Comparison(known, distance, math.sqrt(variance / samples) if samples else 0.0)
 
 
-def _verdict(best: _Comparison, also: tuple[Known, ...], samples: int | None) -> str:
+def _verdict(best: _Comparison, also: tuple[KnownSource, ...], samples: int | None) -> str:
     off = f"{best.distance:.1f} points off"
     if not best.within(NEAR):
         return f"unlike any known protocol: the nearest is {best.known}, {off}"
@@ -151,7 +171,7 @@ def _verdict(best: _Comparison, also: tuple[Known, ...], samples: int | None) ->
     return f"matches {best.known}{unsure}"
 
 
-def _warning(known: Known) -> str:
+def _warning(known: KnownSource) -> str:
     return (
         f"This looks like {known.model} with images normalised by ImageNet's mean and std, with which it was not trained: "
         "take mean and std from the model's own timm configuration (timm.data.resolve_model_data_config), 0.5 and 0.5."

@@ -1,0 +1,39 @@
+"""The tables of a bench on a terminal, with what there is to say about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+
+from ..evaluation.formats import terminal
+from ..evaluation.results import Results
+from ..evaluation.tables import SOURCE, Grid
+
+
+def show(
+    results: Results,
+    console: Console,
+    *,
+    mix: bool = False,
+    remarks: Callable[[Grid], Sequence[str]] = lambda grid: (),
+) -> None:
+    """Print a table for each setting, and the events of the runs.
+
+    Args:
+        results: The runs.
+        console: Where to print.
+        mix: Take also runs whose protocols differ.
+        remarks: Returns sentences about a table; `papers.dct.protocols.source_remarks` says whose protocol it resembles.
+    """
+    for grid in results.grids(mix=mix).values():
+        samples = sorted({outcome.result.samples for outcome in grid.outcomes})
+        count = " to ".join(str(number) for number in dict.fromkeys((samples[0], samples[-1])))
+        title = f"Top-1 accuracy in %: {grid.scope}, {count} images a stream, model {grid.model}"
+        console.print(terminal(grid, title, width=console.width))
+        for remark in remarks(grid):
+            console.print(remark, style="bold yellow" if remark.startswith("Warning") else "dim")
+    for spec, events in ((outcome.spec, outcome.result.events) for outcome in results):
+        if events and spec.method != SOURCE:
+            (step, event), where = events[0], ", ".join(map(str, spec.domains[:2]))
+            console.print(f"{spec.method} on {where}: {len(events)} events, first at step {step}: {event}", style="yellow")
