@@ -28,7 +28,7 @@ ADDED = ("dropped", "class")
 
 
 def attention_maps(model: nn.Module, images: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Number and attention weights, (batch, heads, tokens, keys), of every block for one batch, in order.
+    """Return number and attention weights, (batch, heads, tokens, keys), of every block for one batch, in order.
 
     The model runs as ever, and the weights are made anew from the queries and keys that it had; an adapter is used frozen.
     Of the last block, too, which an adapter computes for the class token alone, they are those of all tokens. Each block's
@@ -61,13 +61,13 @@ def attention_maps(model: nn.Module, images: Tensor) -> Iterator[tuple[int, Tens
 
 
 def vit_of(model: nn.Module) -> ViT:
-    """The view of a model, or of that in an adapter."""
+    """Return the view of a model, or of that in an adapter."""
     return model.engine.vit if isinstance(model, Adapter) else view(model)
 
 
 @contextmanager
 def passing(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
-    """How images are passed through a model or an adapter, which stays as it is: whole, and where hooks see them."""
+    """Give what passes images through a model or an adapter, which stays as it is: whole, and where hooks see them."""
     if isinstance(model, Adapter):
         with model.frozen(), model.engine.undivided():
             yield model
@@ -77,7 +77,7 @@ def passing(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
 
 
 def _opened(vit: ViT, i: int) -> OpenAttention:
-    """A block's attention as it is, if it is open, or seen through one that is; the model keeps its own."""
+    """Return a block's attention as it is, if it is open, or seen through one that is; the model keeps its own."""
     block = vit.blocks[i]
     attention = block.attention
     return attention if isinstance(attention, OpenAttention) else block.open_attention(attention, block.heads)
@@ -96,14 +96,14 @@ def _weights(q: Tensor, k: Tensor) -> Tensor:
 
 
 def in_parts(model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:
-    """Images in batches of which `attention_maps` needs a bounded amount of memory."""
+    """Return images in batches for which `attention_maps` needs a bounded amount of memory."""
     vit = vit_of(model)
     return images.split(max(1, min(64, AT_ONCE // (len(vit.blocks) * vit.tokens * vit.width))))
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model's tokens lie over a picture.
+    """How a model's tokens lie over an image.
 
     Args:
         tokens: Those of the model itself: class token, registers, patches.
@@ -119,7 +119,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: nn.Module, images: Tensor) -> Layout:
-        """Of a model or an adapter, over pictures of this size, which has to be the model's own."""
+        """Return the layout of a model or an adapter over images of this size, which has to be the model's own."""
         vit = vit_of(model)
         height, width = images.shape[-2:]
         patches = vit.tokens - vit.prefix
@@ -128,16 +128,17 @@ class Layout:
             if (height // side) * (width // side) == patches:
                 return cls(vit.tokens, height // side, width // side, side)
         raise ModelError(
-            f"{patches} patches are no grid of squares over a picture of {height} x {width} pixels: give pictures of the "
+            f"{patches} patches are no grid of squares over an image of {height} x {width} pixels: give images of the "
             "model's own size, and a model with square patches."
         )
 
     @property
     def patches(self) -> int:
+        """Return the number of patches."""
         return self.rows * self.columns
 
     def distances(self) -> Tensor:
-        """Pixels between the centres of any two patches, (patches, patches), in float64."""
+        """Return the pixels between the centres of any two patches, (patches, patches), in float64."""
         places = torch.cartesian_prod(torch.arange(self.rows), torch.arange(self.columns)).double()
         return self.patch * (places[:, None] - places).square().sum(-1).sqrt()
 
@@ -157,7 +158,7 @@ class Reach(NamedTuple):
 
 
 def reach(attention: Tensor, layout: Layout) -> Reach:
-    """The class token, and what else is no patch, is left out as query and as key."""
+    """Return how far attention looks; the class token, and what else is no patch, is left out as query and as key."""
     plain = query_distances(attention, layout)
     tokens = attention.shape[-2]
     from_patches = attention[..., tokens - layout.patches :, :]
@@ -172,7 +173,7 @@ def reach(attention: Tensor, layout: Layout) -> Reach:
 
 
 def query_distances(attention: Tensor, layout: Layout, *, renormalised: bool = False) -> Tensor:
-    """Of every patch, how far it looks, in pixels: (batch, heads, patches)."""
+    """Return how far every patch looks, in pixels: (batch, heads, patches)."""
     weights = _between_patches(attention, layout)
     distances = (weights * layout.distances().to(weights)).sum(-1)
     # a patch may look at the class token alone
@@ -186,10 +187,11 @@ def _between_patches(attention: Tensor, layout: Layout) -> Tensor:
 
 
 def rollouts(maps: Iterable[Tensor], layout: Layout, *, residual: float = 0.5, added: str = "dropped") -> Iterator[Tensor]:
-    """Attention rollout (Abnar and Zuidema, ACL 2020): how much of each token of the input is in each token behind a block.
+    """Return how much of each token of the input is in each token behind a block, for each block.
 
-    Heads are averaged, a part is given to the token itself for the residual connection, and the matrices are multiplied from
-    the first block on. Yields (batch, tokens, tokens) for each block, over the model's own tokens; rows sum to 1.
+    This is attention rollout (Abnar and Zuidema, ACL 2020). Heads are averaged, a part is given to the token itself for the
+    residual connection, and the matrices are multiplied from the first block on. What is yielded is (batch, tokens, tokens),
+    over the model's own tokens; rows sum to 1.
 
     Args:
         maps: Attention weights of the blocks, in order.
@@ -210,14 +212,14 @@ def rollouts(maps: Iterable[Tensor], layout: Layout, *, residual: float = 0.5, a
 
 
 def rollout_maps(maps: Iterable[Tensor], layout: Layout, *, residual: float = 0.5, added: str = "dropped") -> Tensor:
-    """What of each patch arrives in the class token behind the last block, (batch, rows, columns): see `rollouts`."""
+    """Return how much of each patch arrives in the class token behind the last block, (batch, rows, columns)."""
     for product in rollouts(maps, layout, residual=residual, added=added):
         last = product
     return last[..., 0, -layout.patches :].unflatten(-1, (layout.rows, layout.columns))
 
 
 def _among_own(attention: Tensor, layout: Layout, added: str) -> Tensor:
-    """From (batch, heads, tokens, keys) to the model's own tokens alone, whose weights again sum to 1."""
+    """Return the weights of the model's own tokens on each other, which again sum to 1."""
     tokens = attention.shape[-2]
     own = torch.tensor([0, *range(1 + tokens - layout.tokens, tokens)], device=attention.device)
     kept = attention[..., own, :][..., own]

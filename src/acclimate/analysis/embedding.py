@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
 from ..core.adapter import Adapter
@@ -19,6 +17,7 @@ from ..errors import ConfigError, InputError
 from ..methods.dct import DCT
 from ..models.surgery import tap
 from .attention import passing, vit_of
+from .intervals import Floats, Interval, paired
 
 Array = npt.NDArray[np.float32]
 PARTS = ("input", "q", "k", "v")
@@ -28,7 +27,7 @@ FOLDS = 5
 
 @dataclass(frozen=True)
 class Embedding:
-    """Of some images, (images, width) each.
+    """Class tokens and conditioners of some images, (images, width) each.
 
     Args:
         class_tokens: By layer: after so many blocks. The last one is what enters the head, behind the final norm.
@@ -47,16 +46,14 @@ def embed(
     *,
     layers: Sequence[int],
     blocks: Sequence[int] = (),
-    console: Console | None = None,
 ) -> Embedding:
-    """What a plain model, or an adapter, which stays as it is, makes of images; only class tokens are kept of a pass.
+    """Return what a plain model, or an adapter, which stays as it is, makes of images.
 
     Args:
         model: Any that `adapt` takes, or what it returned.
         images: As the model takes them.
         layers: Whose class tokens are wanted, from 1 to the number of blocks.
         blocks: Whose conditioners are wanted, from 0: only an adapter by DCT has any.
-        console: Where progress is shown.
     """
     adapter = model if isinstance(model, Adapter) else None
     vit = vit_of(model)
@@ -73,7 +70,7 @@ def embed(
     tokens: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     made: dict[tuple[int, str], list[Tensor]] = {(block, part): [] for block in blocks for part in PARTS}
     with passing(model) as run, tap([*after.values(), *before.values()]) as seen:
-        for part in track(images.split(PASSED), "class tokens", console=console or Console(quiet=True), transient=True):
+        for part in images.split(PASSED):
             run(part)
             for layer, module in after.items():
                 tokens[layer].append(_kept(seen[module].entered if layer == depth else seen[module].left[:, 0]))
@@ -87,7 +84,7 @@ def embed(
 
 
 def joined(embeddings: Sequence[Embedding]) -> Embedding:
-    """One after another."""
+    """Return embeddings one after another, as one."""
     first = embeddings[0]
     return Embedding(
         {key: np.concatenate([each.class_tokens[key] for each in embeddings]) for key in first.class_tokens},
@@ -96,7 +93,7 @@ def joined(embeddings: Sequence[Embedding]) -> Embedding:
 
 
 def conditioned_blocks(model: nn.Module) -> list[int]:
-    """The blocks whose conditioners are made from the class token; none, if the method is not DCT, or has no generators."""
+    """Return the blocks whose conditioners are made from the class token: none, if the method has no generators."""
     if not isinstance(model, Adapter) or not isinstance(model.method, DCT) or not model.method.generator:
         return []
     return [int(block) for block in model.method.generators]
@@ -109,7 +106,7 @@ def _conditioners(adapter: Adapter | None, block: int, class_token: Tensor) -> d
 
 
 def _kept(vectors: Tensor) -> Tensor:
-    """A copy, so that the rest of the tokens can go."""
+    """Return a copy, so that the rest of the tokens can go."""
     return vectors.float().cpu().clone()
 
 
@@ -121,28 +118,40 @@ def _numbers(blocks: Sequence[int]) -> str:
 class Separability:
     """How well points tell kinds apart."""
 
-    accuracy: float  # of a linear probe on pictures that it was not fitted to
-    deviation: float  # of that accuracy, over the folds
+    by_image: Floats  # share of each image's points whose kind a linear probe tells that was not fitted to that image
     chance: float  # accuracy of always naming the most frequent kind
     silhouette: float  # -1 to 1: how much nearer a point is to its own kind than to the next one; 0 if no nearer
 
+    @property
+    def accuracy(self) -> float:
+        """Return the accuracy of the probe."""
+        return float(self.by_image.mean())
 
-def separability(points: Array, kinds: Integers, pictures: Integers, *, seed: int = 0) -> Separability:
-    """Two numbers for how well points, (count, width), tell their kinds apart, every dimension brought to variance 1 first.
+    def interval(self) -> Interval:
+        """Return the accuracy with its interval over images."""
+        return paired(self.by_image)
 
-    The probe is a logistic regression, cross-validated. All points of one picture are on the same side of a split: otherwise
-    a picture in fog would be recognised by its twin in frost.
+    def over(self, other: Separability) -> Interval:
+        """Return how much more accurate this probe is than another one on the same images."""
+        return paired(self.by_image - other.by_image)
+
+
+def separability(points: Array, kinds: Integers, images: Integers, *, seed: int = 0) -> Separability:
+    """Return how well points, (count, width), tell their kinds apart, every dimension brought to variance 1 first.
+
+    The probe is a logistic regression, cross-validated. All points of one image are on the same side of a split: otherwise
+    an image in fog would be recognised by its twin in frost. Every image has equally many points.
 
     Args:
         points: One in each row.
         kinds: Of every point: its domain, or its class.
-        pictures: Of every point: which picture it was made from.
+        images: Of every point: which image it was made from.
         seed: Of the folds.
     """
     require_sklearn()
     from sklearn.linear_model import LogisticRegression
     from sklearn.metrics import silhouette_score
-    from sklearn.model_selection import StratifiedGroupKFold, cross_val_score
+    from sklearn.model_selection import StratifiedGroupKFold, cross_val_predict
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
     from threadpoolctl import threadpool_limits
@@ -150,35 +159,39 @@ def separability(points: Array, kinds: Integers, pictures: Integers, *, seed: in
     counts = np.unique(kinds, return_counts=True)[1]
     if len(counts) < 2:
         raise InputError("All points are of one kind: there is nothing to tell apart. Give two domains, or two classes.")
-    if len(np.unique(pictures)) < FOLDS:
-        raise InputError(f"{len(np.unique(pictures))} pictures are too few for a probe: give at least {FOLDS}.")
+    which = np.unique(images, return_inverse=True)[1]
+    if which.max() + 1 < FOLDS:
+        raise InputError(f"{which.max() + 1} images are too few for a probe: give at least {FOLDS}.")
     probe = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2000))
     folds = StratifiedGroupKFold(FOLDS, shuffle=True, random_state=seed)
     with threadpool_limits(1):  # the products are small: threads would spend their time waiting for each other
-        scores = cross_val_score(probe, points.astype(np.float64), kinds, groups=pictures, cv=folds)
+        told = cross_val_predict(probe, points.astype(np.float64), kinds, groups=images, cv=folds)
         silhouette = silhouette_score(standardised(points), kinds)
     return Separability(
-        accuracy=float(scores.mean()),
-        deviation=float(scores.std()),
+        by_image=np.bincount(which, told == kinds) / np.bincount(which),
         chance=float(counts.max() / counts.sum()),
         silhouette=float(silhouette),
     )
 
 
-def standardised(points: Array) -> npt.NDArray[np.float64]:
-    """Every dimension with mean 0 and variance 1, or 0 everywhere: a few dimensions of class tokens outweigh the others."""
+def standardised(points: Array) -> Floats:
+    """Return points with mean 0 and variance 1 in every dimension, or 0 everywhere.
+
+    A few dimensions of class tokens would outweigh the others.
+    """
     wide = points.astype(np.float64)
     deviation = wide.std(0)
     return (wide - wide.mean(0)) / np.where(deviation > 1e-9 * np.abs(wide).max(initial=1e-30), deviation, np.inf)
 
 
-def frequent(kinds: Integers, pictures: Integers) -> npt.NDArray[np.bool_]:
-    """Which points are of kinds that have a picture for every fold."""
-    enough = [kind for kind in np.unique(kinds) if len(np.unique(pictures[kinds == kind])) >= FOLDS]
+def frequent(kinds: Integers, images: Integers) -> npt.NDArray[np.bool_]:
+    """Return which points are of kinds that have an image for every fold."""
+    enough = [kind for kind in np.unique(kinds) if len(np.unique(images[kinds == kind])) >= FOLDS]
     return np.isin(kinds, enough)
 
 
 def require_sklearn() -> None:
+    """Raise an error that says what to install, if scikit-learn is missing."""
     try:
         import sklearn  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""A picture with the numbers behind it: how it is drawn, saved, and put into a page."""
+"""A figure with the numbers behind it: how it is drawn, saved, and put into a page."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ if TYPE_CHECKING:
 HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
 INK = "#1b1b1c"  # of text and axes; in a page it becomes the page's own colour
 SEQUENTIAL = "viridis"
-FORMATS = ("png", "svg", "csv", "json")
+WORDS = ("name", "title", "caption", "findings", "protocol", "origin")  # what is in a figure's JSON file
 
 
 @dataclass
 class Figure:
-    """A picture, what it shows, and its numbers.
+    """A drawing, what it shows, and its numbers.
 
     Args:
         name: Stem of its files.
         title: A few words.
         caption: What is shown, how it was made, and what it does not show; for somebody who has not seen the code.
         rows: The numbers, one mapping for each row of the CSV file, all with the same keys.
-        canvas: The picture, drawn inside `drawing()`.
+        canvas: The drawing, made inside `drawing()`.
         findings: Sentences with the numbers that matter.
         protocol: How it was made, name by name.
+        origin: What identifies the model and the data: `Subject.origin`.
     """
 
     name: str
@@ -46,10 +47,11 @@ class Figure:
     canvas: Canvas
     findings: Sequence[str] = ()
     protocol: Mapping[str, str] = field(default_factory=dict)
+    origin: Mapping[str, str] = field(default_factory=dict)
 
     def save(self, folder: Path) -> list[Path]:
-        """Write NAME.png, NAME.svg, NAME.csv, and NAME.json with the words; returns the files."""
-        words = {key: getattr(self, key) for key in ("name", "title", "caption", "findings", "protocol")}
+        """Write NAME.png, NAME.svg, NAME.csv, and NAME.json with the words, and return the files."""
+        words = {key: getattr(self, key) for key in WORDS}
         contents = {
             "png": self._drawn("png"),
             "svg": self._drawn("svg"),
@@ -61,6 +63,7 @@ class Figure:
         return [folder / f"{self.name}.{kind}" for kind in contents]
 
     def csv(self) -> str:
+        """Return the numbers as a CSV file."""
         text = io.StringIO()
         writer = csv.DictWriter(text, list(self.rows[0]), lineterminator="\n")
         writer.writeheader()
@@ -80,29 +83,35 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """A figure as it was saved."""
+class SavedFigure:
+    """A figure as it was saved. Its attributes are those of `Figure`, with the drawing as SVG."""
 
+    name: str
     title: str
     caption: str
     findings: list[str]
     protocol: dict[str, str]
+    origin: dict[str, str]
     svg: str  # to stand in a page: its text and axes take the page's colour
 
     @classmethod
-    def read(cls, words: Path) -> Kept:
-        """From its JSON file, and the picture beside that."""
+    def read(cls, path: Path) -> SavedFigure:
+        """Read a figure from its JSON file, and the drawing beside that."""
         try:
-            content = json.loads(words.read_text())
-            svg = words.with_suffix(".svg").read_text()
-            kept = {key: content[key] for key in ("title", "caption", "findings", "protocol")}
-        except (OSError, ValueError, KeyError) as error:
-            raise StateError(f"{words} is not a figure of `acclimate analyze` ({error}): make it again.") from None
-        return cls(**kept, svg=_inline(svg, words.stem))
+            content = json.loads(path.read_text())
+            svg = path.with_suffix(".svg").read_text()
+            words = {key: content[key] for key in WORDS}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StateError(f"{path} is not a figure of `acclimate analyze` ({error}): make it again.") from None
+        return cls(**words, svg=_inline(svg, path.stem))
+
+    def shows(self, model: Mapping[str, str]) -> bool:
+        """Return whether this is a figure of a model, which `describe` or a run's `spec.model` describes."""
+        return all(self.origin.get(key) == model[key] for key in ("weights", "architecture"))
 
 
 def _inline(svg: str, name: str) -> str:
-    """An SVG file as part of a page: no prolog, names and rules that touch no other picture, the page's colour for ink."""
+    """Return an SVG file as part of a page: no prolog, names that no other drawing has, the page's colour for ink."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.S)
     svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
@@ -114,7 +123,7 @@ def _inline(svg: str, name: str) -> str:
 
 @contextmanager
 def drawing() -> Iterator[None]:
-    """Inside, matplotlib draws as a paper does, without a screen."""
+    """Let matplotlib draw as a paper does, without a screen."""
     try:
         import matplotlib
         from cycler import cycler
@@ -145,12 +154,12 @@ def drawing() -> Iterator[None]:
 
 
 def spoken(name: str) -> str:
-    """A corruption's name in words."""
+    """Return a corruption's name in words."""
     return name.replace("_", " ")
 
 
 def new(width: float, height: float) -> Canvas:
-    """An empty picture, in inches; it belongs to nobody but the caller."""
+    """Return an empty drawing; width and height are in inches."""
     from matplotlib.figure import Figure as Canvas
 
     return Canvas(figsize=(width, height))

@@ -3,101 +3,130 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ._words import Commands, listed
+from ._arguments import Commands, add_data, add_model, floats, new_command, open_given, selection
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from collections.abc import Sequence
 
-    from ..analysis.figures import Figure
-    from ..analysis.scene import Scene
+    from ..analysis.registry import Argument, FigureKind
+    from ..analysis.subject import Subject
+    from ..evaluation.testbed import Testbed
 
+POSITION = 40
 EPILOG = """\
 examples:
   acclimate analyze attention-distance                    how far each head of each block looks
-  acclimate analyze rollout --corruption fog              where the class token looks, picture by picture
+  acclimate analyze rollout --corruption fog              where the class token looks, image by image
   acclimate analyze all                                   every figure, for `acclimate report`
-  acclimate analyze rollout --model vit_base_patch16_224.augreg_in21k_ft_in1k --pictures photos/
-                                                          the same, of another model and other pictures
+  acclimate analyze rollout --model vit_base_patch16_224.augreg_in21k_ft_in1k --data folder --root photos/
+                                                          another model, and your own images, corrupted on the fly
+  acclimate analyze rollout --model vit_base_patch16_224.augreg_in21k_ft_in1k \\
+      --data imagenet-c --root /data/ImageNet-C --clean /data/imagenet/val
 
 Each figure is written as PNG, as SVG, and as CSV with its numbers.
 """
-FIGURES = {
-    "attention-distance": "how far attention looks, block by block: clean, corrupted, adapted",
-    "rollout": "where the class token looks: clean, corrupted, adapted",
-    "tsne": "class tokens and conditioners by domain and by class, with the numbers that a map cannot give",
-    "sensitivity": "accuracy against the learning rate of the generators",
-    "ablation": "what each part of DCT is worth",
-    "cost": "what a step of each method costs, side by side",
-    "all": "all of these",
-}
-FAMILIES = "gaussian_noise,frost,defocus_blur,contrast,fog"  # the paper's choice for its t-SNE figures
 
 
 def add(commands: Commands) -> None:
-    analyze = commands.add_parser(
+    """Add the command. Its figures are added when it is used: finding them imports torch."""
+    analyze = new_command(
+        commands,
         "analyze",
         help="the paper's figures: attention, embeddings, sensitivity, ablation, cost",
         description="Draw figures that show why a method does what it does.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    figures = analyze.add_subparsers(title="figures", metavar="FIGURE", required=True)
-    for name, what in FIGURES.items():
-        figure = figures.add_parser(name, help=what, description=f"Draw {what}.")
-        option = figure.add_argument
-        option("--model", default="bundled", metavar="NAME", help="bundled, or a name of timm's (default: %(default)s)")
-        option("--weights", metavar="FILE", help="a local file with the weights of such a model")
-        option("--pictures", metavar="DIR", help="a folder of clean pictures (default: the bundled ones)")
-        option("--count", type=int, default=512, metavar="N", help="of which so many (default: %(default)s)")
-        option("--severity", type=int, metavar="1..5", help="default: 5; of the bundled pictures 2")
-        option("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
-        option("--device", metavar="NAME", help="default: a GPU if there is one")
-        option("--out", default="figures", metavar="DIR", help="default: %(default)s")
-        if name in ("attention-distance", "rollout", "tsne", "all"):
-            option("--method", default="dct", metavar="NAME", help="what adapts (default: %(default)s)")
-        if name in ("attention-distance", "rollout", "all"):
-            option("--corruption", default="defocus_blur", metavar="NAME", help="default: %(default)s")
-        if name in ("tsne", "sensitivity", "ablation", "all"):
-            option("--corruptions", default=FAMILIES, metavar="LIST", help="default: %(default)s")
-        if name in ("rollout", "all"):
-            option("--rows", type=int, default=6, metavar="N", help="pictures shown (default: %(default)s)")
-        figure.set_defaults(run=lambda given, name=name: _analyze(name, given))
+    parse = analyze.parse_known_args
+
+    def find_and_parse(*given: Any, **more: Any) -> Any:
+        if analyze._subparsers is None:
+            _add_figures(analyze)
+        return parse(*given, **more)
+
+    analyze.parse_known_args = find_and_parse  # type: ignore[method-assign]
 
 
-def _analyze(name: str, given: argparse.Namespace) -> None:
+def _add_figures(analyze: argparse.ArgumentParser) -> None:
+    from ..analysis.registry import figure_kinds
+
+    commands = analyze.add_subparsers(title="figures", metavar="FIGURE", required=True)
+    kinds = figure_kinds()
+    for name, about, chosen in [*((kind.name, kind.help, [kind]) for kind in kinds), ("all", "all of these", kinds)]:
+        figure = commands.add_parser(name, help=about, description=f"Draw {about}.")
+        what = figure.add_argument_group("what")
+        add_model(what)
+        add_data(what)
+        what.add_argument("--images", type=int, metavar="N", help="of each domain; default: at most 512")
+        if any(kind.clean for kind in chosen):
+            what.add_argument("--clean", metavar="DIR", help="clean images for ImageNet-C, which has none: <wnid>/*.JPEG")
+        how = figure.add_argument_group("how")
+        for argument in {argument.name: argument for kind in chosen for argument in kind.arguments}.values():
+            told = argument.help + _default(argument.name, chosen)
+            how.add_argument(f"--{argument.name}", type=argument.type, metavar=argument.metavar, help=told)
+        how.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
+        how.add_argument("--out", default="figures", metavar="DIR", help="default: %(default)s")
+        figure.set_defaults(run=lambda given, chosen=chosen: _analyze(given, chosen))
+
+
+def _default(name: str, kinds: Sequence[FigureKind]) -> str:
+    """Return the default of an argument in words; where figures have several, those of each."""
+    found: dict[str, list[str]] = {}
+    for kind in kinds:
+        for argument in kind.arguments:
+            if argument.name == name and argument.default is not None:
+                value = argument.default
+                found.setdefault(",".join(value) if isinstance(value, tuple) else str(value), []).append(kind.name)
+    if len(found) < 2:
+        return "".join(f"; default: {value}" for value in found)
+    return "; default: " + ", ".join(f"{value} ({', '.join(names)})" for value, names in found.items())
+
+
+def _analyze(given: argparse.Namespace, kinds: Sequence[FigureKind]) -> None:
     from pathlib import Path
 
-    from rich.console import Console
-
-    from ..analysis.scene import Scene
-
-    console = Console(stderr=True)
-    scene = Scene.open(
-        given.model, given.pictures, weights=given.weights, count=given.count, device=given.device, console=console
-    )
-    for each in FIGURES if name == "all" else [name]:
-        for figure in _draw(each, scene, given, console):
-            print(f"{figure.title}: {', '.join(map(str, figure.save(Path(given.out))))}")
+    out = Path(given.out)
+    subject = _opened(given, kinds)
+    for kind in kinds:
+        for figure in kind.draw(subject, **{argument.name: _value(given, argument) for argument in kind.arguments}):
+            print(f"{figure.title}: {', '.join(map(str, figure.save(out)))}")
             for finding in figure.findings:
                 print(f"  {finding}")
 
 
-def _draw(name: str, scene: Scene, given: argparse.Namespace, console: Console) -> list[Figure]:
-    from ..analysis import distance, rollout, studies, tsne
+def _value(given: argparse.Namespace, argument: Argument) -> Any:
+    """Return what was given for an argument of a figure, or else the figure's own default."""
+    value = getattr(given, argument.name)
+    return argument.default if value is None else value
 
-    how = {"severity": given.severity, "seed": given.seed, "console": console}
-    if name == "attention-distance":
-        return [distance.draw(scene, given.corruption, given.method, seed=given.seed, console=console)]
-    if name == "rollout":
-        return [rollout.draw(scene, given.corruption, given.method, rows=given.rows, **how)]
-    if name == "tsne":
-        return tsne.draw(scene, listed("corruptions", given.corruptions), given.method, **how)
-    if name == "sensitivity":
-        return [studies.sensitivity(scene, listed("corruptions", given.corruptions), store=f"{given.out}/runs", **how)]
-    if name == "ablation":
-        return [studies.ablation(scene, listed("corruptions", given.corruptions), store=f"{given.out}/runs", **how)]
-    if name == "cost":
-        return [studies.cost(scene, seed=given.seed, console=console)]
-    return []
+
+def _opened(given: argparse.Namespace, kinds: Sequence[FigureKind]) -> Subject:
+    """Open the model, and of the data one corruption that is needed; others are opened when a figure asks for them."""
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from ..analysis.subject import IMAGES, Subject
+
+    values = {argument.name: _value(given, argument) for kind in reversed(kinds) for argument in kind.arguments}
+    corruption = values.get("corruption") or next(iter(values.get("corruptions", ())), None)
+    severities = None if values.get("severity") is None else str(values["severity"])
+    wanted = argparse.Namespace(**{**vars(given), "corruptions": corruption, "severities": severities})
+    labels = any(kind.labels for kind in kinds)
+    testbed = open_given(wanted) if labels or given.data != "folder" or given.root is None else _any_folder(wanted)
+    clean = getattr(given, "clean", None)
+    return Subject(testbed, given.images or IMAGES, clean and Path(clean), Path(given.out) / "runs", Console(stderr=True))
+
+
+def _any_folder(given: argparse.Namespace) -> Testbed:
+    """Open a folder of images whose classes, if it has any, need not be the model's."""
+    from pathlib import Path
+
+    from ..analysis.subject import with_folder
+    from ..data.catalog import Data
+
+    nothing = {"data": Data("folder", [], ()), "root": None, "partial": False, "corruptions": None, "severities": None}
+    testbed = open_given(argparse.Namespace(**{**vars(given), **nothing}))
+    mean, std = given.mean and floats("mean", given.mean), given.std and floats("std", given.std)
+    return with_folder(testbed, Path(given.root), selection(given), mean=mean, std=std)
