@@ -24,8 +24,8 @@ from rich.table import Table
 import acclimate
 from acclimate.core.registry import find
 from acclimate.data import bundled
-from acclimate.data.domains import Corrupted
 from acclimate.data.disk import Files
+from acclimate.data.domains import Corrupted
 from acclimate.data.preprocess import Preprocess
 from acclimate.data.streams import Stream
 from acclimate.evaluation.jobs import Job, carry_on

@@ -20,7 +20,9 @@ from rich.console import Console
 
 import acclimate
 from acclimate.data.corruptions import CORRUPTIONS
-from acclimate.evaluation.tables import Grid, markdown
+from acclimate.evaluation.formats import markdown
+from acclimate.evaluation.grid import Execution
+from acclimate.evaluation.tables import Grid, Summary
 
 IMAGES = {"normal": 320, "label-shift": 128, "bs1": 32, "mixed": 128, "continual": 128}  # of each corruption
 COSTLY = {"memo": 10, "dda": 10}  # of each corruption so many, in the first setting alone
@@ -45,9 +47,8 @@ def main() -> None:
         corruptions=options.corruptions.split(","),
         severities=[5],
         constants="cifar-10-c",
-        store=options.runs,
-        jobs=options.jobs,
-        threads=options.threads,
+        out=options.runs,
+        execution=Execution(jobs=options.jobs, threads=options.threads),
         console=Console(stderr=True),
     )
     grids: dict[str, Grid] = {}
@@ -74,13 +75,14 @@ def table(grid: Grid, count: int) -> str:
 
 def means(grids: dict[str, Grid]) -> str:
     """The mean over the corruptions, by method and setting."""
-    methods = next(iter(grids.values())).methods
     lines = ["| method | " + " | ".join(grids) + " |", "|---" * (1 + len(grids)) + "|"]
-    for method in methods:
-        cells = [
-            f"**{g.text(method, 'mean')}**" if g.best(method, "mean") else g.text(method, "mean") for g in grids.values()
-        ]
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    for row in next(iter(grids.values())).rows:
+        cells = []
+        for grid in grids.values():
+            mine = next((other for other in grid.rows if other.method == row.method), None)
+            text = "-" if mine is None else grid.text(mine, Summary.MEAN)
+            cells.append(f"**{text}**" if mine is not None and grid.best(mine, Summary.MEAN) else text)
+        lines.append(f"| {row.method} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -27,9 +27,10 @@ from timm.data import resolve_model_data_config
 from acclimate.data.corruptions import CORRUPTIONS
 from acclimate.data.domains import Corrupted, Images
 from acclimate.data.streams import Stream
+from acclimate.evaluation.formats import markdown, terminal
 from acclimate.evaluation.grid import run_grid
 from acclimate.evaluation.store import Store
-from acclimate.evaluation.tables import Grid, markdown, terminal
+from acclimate.evaluation.tables import Grid
 from acclimate.evaluation.testbed import open_testbed
 
 WEIGHTS = "vit_tiny_patch16_224.in1k.safetensors"

@@ -21,7 +21,7 @@ from ..data.catalog import SEVERITY, Data, Selection
 from ..data.corruptions import Pixels
 from ..data.disk import Files
 from ..data.domains import CLEAN, Domain, DomainKey, Subset
-from ..data.folder import find_pictures
+from ..data.folder import find_images
 from ..data.preprocess import Preprocess, input_of
 from ..data.streams import Stream
 from ..errors import ConfigError, InputError, require_between, some
@@ -213,7 +213,7 @@ def with_folder(
         mean: How images are normalised, for a model that does not say it itself.
         std: The standard deviations of that normalisation.
     """
-    paths = find_pictures(root)
+    paths = find_images(root)
     tops = [path.partition("/")[0] if "/" in path else "" for path in paths]
     names = sorted(set(tops))
     labels = [names.index(top) for top in tops]

@@ -109,6 +109,7 @@ def _bench(given: argparse.Namespace) -> None:
     from ..evaluation.bench import bench
     from ..evaluation.grid import Execution
     from ..evaluation.spec import Protocol
+    from ..papers.dct.protocols import source_remarks
     from ..report.terminal import show
 
     if given.full and (given.corruptions is not None or given.data != "bundled"):
@@ -152,7 +153,7 @@ def _bench(given: argparse.Namespace) -> None:
         fresh=given.fresh,
         console=console if console.is_terminal else Console(stderr=True),
     )
-    show(results, console)
+    show(results, console, remarks=source_remarks)
     found = sum(outcome.found for outcome in results)
     earlier = f"; {found} of {len(results)} were found there (--fresh runs them again)" if found else ""
     if given.tuned and not given.reference:

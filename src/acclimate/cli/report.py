@@ -9,9 +9,7 @@ from ._arguments import Commands, new_command
 from .table import add_runs, chosen_runs, fitted_paper, only_grid
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
+    from ..analysis.figures import SavedFigure
     from ..evaluation.tables import Grid
 
 POSITION = 30
@@ -24,7 +22,6 @@ examples:
 The page is one file that needs no network: table, accuracy and health along the stream, costs, events, figures, and the
 protocol. Figures are those that `acclimate analyze` wrote; those of another model are left out, and the command says so.
 """
-ORDER = ["attention-distance", "rollout", "class-tokens", "separability", "conditioners", "sensitivity", "ablation", "cost"]
 
 
 def add(commands: Commands) -> None:
@@ -45,20 +42,18 @@ def add(commands: Commands) -> None:
 def _report(given: argparse.Namespace) -> None:
     from pathlib import Path
 
-    from ..analysis.figures import Kept
+    from ..analysis.registry import saved_figures
     from ..core.files import write_whole
     from ..errors import ConfigError
     from ..report.page import page
 
     folder = Path(given.figures or "figures")
-    saved = sorted(
-        folder.glob("*.json"), key=lambda file: (ORDER.index(file.stem) if file.stem in ORDER else len(ORDER), file)
-    )
+    saved = saved_figures(folder)
     if given.figures and not saved:
         raise ConfigError(f"--figures {folder}: there is none; `acclimate analyze all --out {folder}` draws them.")
     grid = only_grid(chosen_runs(given).grids(mix=given.mix))
     paper = fitted_paper(given, grid)
-    figures = [Kept.read(file) for file in _of_model(saved, grid)]
+    figures = _of_model(saved, grid)
     title = given.title or f"Adaptation at test time: {grid.scope}, {grid.model}"
     text = page(grid, title=title, paper=paper, figures=figures)
     write_whole(Path(given.out), text.encode())
@@ -66,31 +61,17 @@ def _report(given: argparse.Namespace) -> None:
     print(f"{given.out}: {len(grid.outcomes)} runs, {drawn}; {len(text.encode()) / 2**20:.1f} MiB")
 
 
-def _of_model(saved: list[Path], grid: Grid) -> list[Path]:
-    """Return the figures that are not of another model than the runs, and print which are, and which do not say it."""
+def _of_model(saved: list[SavedFigure], grid: Grid) -> list[SavedFigure]:
+    """Return the figures that are of the model of the runs, and print which are of another one."""
     models = [outcome.spec.model for outcome in grid.outcomes]
     kept = []
-    for file in saved:
-        theirs = _model(file)
-        if theirs is None:
-            print(f"{file}: does not say of which model it is; it is on the page all the same.")
-        elif not any(all(theirs.get(part) == ours[part] for part in ("weights", "architecture")) for ours in models):
-            whose = f"{theirs.get('name')}, weights {theirs.get('weights')}"
-            print(
-                f"{file}: left out: it is of another model ({whose}) than the runs ({grid.model}, {models[0]['weights']})."
-            )
+    for figure in saved:
+        if any(figure.shows(model) for model in models):
+            kept.append(figure)
             continue
-        kept.append(file)
+        whose = f"{figure.origin.get('name')}, weights {figure.origin.get('weights')}"
+        print(
+            f"{figure.name}: left out, because it is of another model ({whose}) than the runs ({grid.model}, weights "
+            f"{models[0]['weights']})."
+        )
     return kept
-
-
-def _model(file: Path) -> Mapping[str, str] | None:
-    """Return the model that a saved figure names; None where it names none."""
-    import json
-
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return None  # reading the figure says what is wrong with it
-    model = content.get("model") if isinstance(content, dict) else None
-    return model if isinstance(model, dict) else None
