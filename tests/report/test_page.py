@@ -11,7 +11,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -19,8 +18,10 @@ import torch
 
 import acclimate
 from acclimate.data.corruptions import CORRUPTIONS
+from acclimate.data.domains import Domain, DomainKey
+from acclimate.data.preprocess import Preprocess
 from acclimate.data.streams import Stream
-from acclimate.errors import ConfigError
+from acclimate.evaluation.paired import pack_counts
 from acclimate.evaluation.run import run
 from acclimate.evaluation.spec import describe, specify
 from acclimate.evaluation.store import Outcome
@@ -28,7 +29,7 @@ from acclimate.evaluation.tables import Grid
 from acclimate.papers.dct.reported import reported
 from acclimate.report.charts import Scale, frontier, round_step, scatter
 from acclimate.report.html import Html, breakable, join, tag
-from acclimate.report.page import page
+from acclimate.report.page import page as page_of
 from acclimate.testing.check import tiny_batches, tiny_vit
 
 MODEL = "vit_base_patch16_224.augreg_in21k_ft_in1k"
@@ -37,30 +38,44 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 QUIET = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-component-update"
 
 
-class Fog:
-    """A domain of eight random pictures."""
+class Fog(Domain):
+    """A domain of eight random images."""
 
-    name, severity, labels = "fog", 5, np.arange(8)
-    identity: ClassVar = {"preprocess": {"mean": [0.5, 0.5, 0.5]}, "count": 8}
+    key, labels, identity = DomainKey("fog", 5), np.arange(8), "random"
+    preprocess = Preprocess(None, None, (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
     def load(self, indices):
         return torch.cat(tiny_batches(count=1, size=8))[torch.from_numpy(indices)]
 
 
 STREAM = Stream(Fog(), batch_size=8)
-SPEC = specify(STREAM, "source", {}, model=describe(tiny_vit(), MODEL))
+SPEC = specify(STREAM, "source", {}, model=describe(tiny_vit(), MODEL), dataset="imagenet-c")
 RESULT = replace(
     run(acclimate.adapt(tiny_vit(), "source"), STREAM),
     **dict(samples=100, seconds=1.0, peak_mib=9.0, forward=150, backward=50, used=25, ece=0.1),
 )
 
 
-def made(method="source", accuracy=50.0, domains=("fog",), seed=0, *, setting="normal", **values) -> Outcome:
-    """A run that nobody made."""
-    share, titles = accuracy / 100, [name if "/" in name else f"{name}/5" for name in domains]
-    scores = dict(top1=share, mean=share, late=share + 0.01, per_domain=dict.fromkeys(titles, share))
-    spec = replace(SPEC, method=method, domains=titles, seed=seed, setting=setting, data=SPEC.data * len(titles))
-    return Outcome(spec, replace(RESULT, **{**scores, "curve": [(1, 1.0), (50, 0.9 * share), (100, share)], **values}))
+def made(method="source", accuracy=50.0, domains=("fog",), seed=0, *, setting="normal", images=10_000, **values) -> Outcome:
+    """A run that nobody made: the easiest images are right."""
+    share, keys = accuracy / 100, [key if isinstance(key, DomainKey) else DomainKey(key, 5) for key in domains]
+    index = np.arange(images).reshape(100, -1).T.ravel()  # so that both halves of the stream are alike
+    right = pack_counts((index < share * images).astype(float), index, images)
+    scores = dict(top1=share, mean=share, second_half=share + 0.01, per_domain=dict.fromkeys(keys, share))
+    spec = replace(SPEC, method=method, domains=keys, seed=seed, setting=setting, data=SPEC.data * len(keys))
+    curve = [(1, 1.0), (50, 0.9 * share), (100, share)]
+    return Outcome(spec, replace(RESULT, **{**scores, "by_image": dict.fromkeys(keys, right), "curve": curve, **values}))
+
+
+def page(outcomes, *, paper=None, **options) -> str:
+    """The page of runs that may be mixed, with the paper's table whether it fits or not."""
+    grid = Grid(outcomes, mix=True)
+    return page_of(grid, paper=paper and paper.fitted(grid, mix=True), **options)
+
+
+def shown(grid, row, column) -> str:
+    gain = grid.gain(row, column)
+    return grid.text(row, column) + ("" if gain is None else str(gain).replace("-", "\N{MINUS SIGN}"))
 
 
 def table_of(methods=("source", "tent", "dct"), domains=("fog", "snow"), seeds=(0, 1)) -> list[Outcome]:
@@ -134,13 +149,17 @@ def lead(outcomes, **options) -> str:
 def test_the_table_has_the_numbers_of_the_grid(outcomes):
     grid, tree = Grid(outcomes), Tree(page(outcomes, title="t"))
     rows = accuracy_of(tree)
-    assert list(rows) == grid.methods and all(set(row) == set(grid.columns) for row in rows.values())
-    for method, row in rows.items():
-        for column, cell in row.items():
-            assert text(cell) == grid.text(method, column)
-            assert bool(list(tree.all("b", cell))) == grid.best(method, column)
-            gain = grid.gain(method, column)
-            sides = {"up": gain >= 0.05, "down": gain <= -0.05}
+    labels = {grid.label(row): row for row in grid.rows}
+    assert list(rows) == list(labels)
+    for label, cells in rows.items():
+        assert set(cells) == {grid.heading(column) for column in grid.columns}
+        for column in grid.columns:
+            row, cell = labels[label], cells[grid.heading(column)]
+            assert text(cell) == shown(grid, row, column)
+            assert bool(list(tree.all("b", cell))) == grid.best(row, column)
+            gain = grid.gain(row, column)
+            beyond = gain is not None and gain.beyond_chance
+            sides = {"up": beyond and gain.points > 0, "down": beyond and gain.points < 0}
             assert {side: side in cell[1].get("class", "").split() for side in sides} == sides
 
 
@@ -150,7 +169,21 @@ def test_a_larger_gain_has_a_stronger_tint():
     tints = [float(cell["style"].removeprefix("--tint:")) for cell in cells]
     assert tints == pytest.approx([1, 0.5, math.sqrt(1 / 20), 0.5], abs=0.01)
     assert [cell["class"] for cell in cells] == ["down", "down", "up", "up"]
-    assert cells[0]["title"] == "\N{MINUS SIGN}20.0 points over source"
+    assert cells[0]["title"] == "\N{MINUS SIGN}20.0±0.8 points above source, more than chance"
+
+
+def test_what_is_within_chance_is_neither_tinted_nor_best():
+    outcomes = [made("source", 50, images=200), made("near", 51, images=200), made("far", 40, images=200)]
+    tree = Tree(page(outcomes, title="t"))
+    rows = accuracy_of(tree)
+    assert "style" not in rows["near"]["fog"][1] and "within chance" in rows["near"]["fog"][1]["title"]
+    assert [bool(list(tree.all("b", rows[m]["fog"]))) for m in ("source", "near", "far")] == [True, True, False]
+    two = Tree(page(outcomes[:2], title="t"))
+    assert not list(two.all("b", next(two.all("table")))), "where all are within chance, none is marked"
+    unknown = Tree(page([made("source", 50, by_image={}), made("far", 40, by_image={})], title="t"))
+    cell = accuracy_of(unknown)["far"]["fog"]
+    assert text(cell) == "40.0\N{MINUS SIGN}10.0" and "style" not in cell[1], "without images there is no interval"
+    assert not list(unknown.all("b", next(unknown.all("table"))))
 
 
 def test_the_table_is_accessible():
@@ -165,22 +198,29 @@ def test_the_table_is_accessible():
 
 def test_the_summary_is_in_words():
     assert lead(table_of()) == (
-        "dct is best on average with 43.2 % accuracy, 2.8 points above the source model and 1.4 above tent, the next best "
-        "(2 domains, 2 seeds, 400 images for each method)."
+        "dct is best on average with 43.2 % accuracy, 2.8 ± 0.3 points above the source model and 1.4 ± 0.2 above tent, the "
+        "next (2 domains, 2 seeds, 400 images for each method)."
     )
     assert (
         lead([made("tent", 61)]) == "tent reaches 61.0 % accuracy on average (1 domain, 1 seed, 100 images for each method)."
     )
     assert lead([made("a", 61), made("b", 60)]).startswith(
-        "a is best on average with 61.0 % accuracy, 1.0 points above b, the"
+        "a is best on average with 61.0 % accuracy, 1.0 ± 0.2 points above b, the next ("
     )
     both = lead([made("a", 61), made("b", 61), made("source", 50)])
-    assert both.startswith("a and b are best on average with 61.0 % accuracy, 11.0 points above the source model (")
+    assert both.startswith(
+        "a is highest on average with 61.0 % accuracy, 11.0 ± 0.6 points above the source model; b is within"
+    )
     none = lead([made("a", 49), made("source", 50)])
     assert none.startswith(
-        "No method is above the source model on average, which reaches 50.0 % accuracy; a is nearest, 1.0 points"
+        "No method is above the source model on average, which reaches 50.0 % accuracy; a is nearest, 1.0 ± 0.2 points"
     )
-    assert "; a reaches as much (" in lead([made("a", 50), made("source", 50)])
+    chance = lead([made("a", 50.01), made("source", 50)])
+    assert chance.startswith(
+        "No method is above the source model by more than chance: a reaches 50.0 % accuracy on average, 0.0"
+    )
+    unknown = lead([made("a", 61, by_image={}), made("source", 50)])
+    assert unknown.startswith("a is highest on average with 61.0 % accuracy, 11.0 points above the source model (")
 
 
 def test_a_mean_over_other_domains_is_not_ranked():
@@ -202,7 +242,7 @@ def test_a_mean_over_other_domains_is_not_ranked():
 
 def test_without_a_source_row_nothing_is_tinted():
     written = page(table_of(("tent", "dct")), title="t")
-    assert "--tint:" not in written and "Points over source" not in written and "points over source" not in written
+    assert "--tint:" not in written and "oints above source" not in written
 
 
 def test_the_paper_stands_beside():
@@ -217,10 +257,11 @@ def test_the_paper_stands_beside():
         for column, value in (*zip(paper.columns, values), ("mean", paper.averages[method])):
             assert text(row[column]).partition("±")[0] == f"{value:.1f}"
             assert not list(tree.all("b", row[column]))
-        assert text(row["2nd half"]) == NOTHING
+        assert text(row["second half"]) == NOTHING
     assert text(rows["dct"]["glass_blur"]) == "58.9±0.3" and text(rows["dct"]["mean"]) == "66.3±0.0"
     notes = [text(item) for item in tree.all("li", next(tree.all("aside", id="paper")))]
-    here = statistics.fmean(Grid(outcomes).cell("source", c)[0] for c in CORRUPTIONS)
+    grid = Grid(outcomes)
+    here = statistics.fmean(grid.cell(grid.source, key).accuracy for key in grid.domains)
     there = statistics.fmean(paper.rows["source"])
     assert f"source is {here:.1f} here and {there:.1f} in the paper, {abs(here - there):.1f} points apart" in notes[0]
     assert notes[1:] == list(paper.doubts)
@@ -230,31 +271,31 @@ def test_what_does_not_compare_with_the_paper_is_said():
     written = page([made("source"), made("tent")], title="t", paper=reported("vit-l-bs1"))
     notes = [text(item) for item in Tree(written).all("li", next(Tree(written).all("aside")))]
     assert "The paper's model is vit_large_patch16_224.augreg_in21k_ft_in1k; here it is " + MODEL + "." in notes
-    assert "The paper's setting is bs1; here it is normal." in notes
-    assert "The paper's mean is over 15 columns and ours over 1, 1 of them the same: the means do not compare." in notes
+    assert "Not the same: setting: bs1 there, normal here." in notes
+    means = "The paper's mean is over 15 columns and ours over 1, 1 of them the same: the means do not compare"
+    assert f"{means}, and it is left out." in notes
     unprinted = page([made("tent", setting="mixed")], title="t", paper=reported("mixed"))
     assert "it was not printed" in unprinted
 
 
 def test_another_severity_is_another_column():
     paper = reported("normal")
-    tree = Tree(page([made("source", 60, ["fog/3", "fog/5"])], title="t", paper=paper))
+    tree = Tree(page([made("source", 60, [DomainKey("fog", 3), DomainKey("fog", 5)])], title="t", paper=paper))
     row = accuracy_of(tree)["source, paper"]
     assert text(row["fog/3"]) == NOTHING and text(row["fog/5"]) == f"{paper.row('source')['fog']:.1f}"
-    assert "The paper's severity is 5; here it is 3 and 5." in text(tree.root)
+    assert "Not the same: severity: 5 there, 3 and 5 here." in text(tree.root)
 
 
 def test_where_the_papers_columns_are_settings_that_of_the_runs_is_taken():
-    paper = reported("imagenet-r")
-    tree = Tree(page([made("source", 57.0, ["imagenet-r"]), made("tent", 58)], title="t", paper=paper))
+    paper, domain = reported("imagenet-r"), [DomainKey("imagenet-r")]
+    outcomes = [made("source", 57.0, domain), made("tent", 58, domain)]
+    tree = Tree(page(outcomes, title="t", paper=paper))
     assert text(accuracy_of(tree)["source, paper"]["mean"]) == f"{paper.row('source')['normal']:.1f}"
-    with pytest.raises(ConfigError, match="minutes"):
-        page([made()], title="t", paper=reported("cost"))
 
 
 def test_what_users_write_is_text():
     bad = "<script>alert('1')</script> & \"co\""
-    outcomes = [made(bad, 50, [f"{bad}/5", "b"], events=[(1, bad)]), made("<i>", 50, [f"{bad}/5", "b"])]
+    outcomes = [made(bad, 50, [bad, "b"], events=[(1, bad)]), made("<i>", 50, [bad, "b"])]
     outcomes[0] = replace(outcomes[0], spec=replace(outcomes[0].spec, model={**SPEC.model, "name": bad}, config={"lr": bad}))
     written = page(outcomes, title=bad, notes=[bad])
     tree = Tree(written)
@@ -394,7 +435,7 @@ def test_different_protocols_are_said_first_and_once():
     outcomes = table_of()
     outcomes[0] = replace(outcomes[0], spec=replace(outcomes[0].spec, batch_size=1))
     differences = Grid(outcomes, mix=True).differences
-    tree = Tree(page(outcomes, title="t", notes=[*differences, "A note."]))
+    tree = Tree(page(outcomes, title="t", notes=["A note."]))
     warning = next(tree.all("div", **{"class": "warning"}))
     assert [text(item) for item in tree.all("li", warning)] == differences
     assert [text(item) for item in tree.all("li")][-1] == "A note." and text(tree.root).count(differences[0]) == 1

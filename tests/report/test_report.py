@@ -14,10 +14,11 @@ from PIL import Image
 
 import acclimate
 from acclimate.analysis.figures import INK, Figure, Kept, drawing, new
-from acclimate.analysis.scene import Scene
 from acclimate.cli import main
 from acclimate.errors import ConfigError, InputError, StateError
-from acclimate.report.page import _course, _vital, page
+from acclimate.evaluation.store import Store
+from acclimate.report.page import page
+from acclimate.report.progress import health, resampled
 
 pytest.importorskip("matplotlib")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -80,14 +81,14 @@ def test_vital_signs_are_of_each_step_not_of_all_so_far():
         {"images": 8, "used": 1, "entropy": None, "drift": 0.5},
         {"images": 10, "used": 2, "entropy": 0.5, "drift": 0.7},
     ]
-    entropy, share, drift = _vital(steps).values()
+    entropy, share, drift = health(steps).values()
     assert (entropy, share, drift) == ([1.0, 1.0, 0.5], [1.0, 0.25, 1.0], [0.0, 0.5, 0.7])
 
 
 @pytest.mark.parametrize("count", [1, 3, 100])
 def test_a_course_ends_where_the_run_ends_and_keeps_its_mean(count):
     values = np.linspace(2, 4, count)
-    course = _course(values.tolist(), np.linspace(0, 1, 25))
+    course = resampled(values.tolist(), np.linspace(0, 1, 25))
     assert course.shape == (25,) and course.min() >= 2 and course.max() <= 4
     assert course[-1] == pytest.approx(values[-max(1, round(count / 25)) :].mean())
     assert np.all(np.diff(course) >= -1e-12)
@@ -98,7 +99,7 @@ def made(tmp_path_factory):
     """A small bench, two figures, and their report."""
     home = tmp_path_factory.mktemp("report")
     how = dict(corruptions=["fog", "snow"], images=24, batch_size=12)
-    acclimate.bench(methods=["source", "tent"], store=home / "runs", **how)
+    acclimate.bench(methods=["source", "tent"], out=home / "runs", **how)
     figure("first").save(home / "figures")
     figure("second", title="More <lines>").save(home / "figures")
     arguments = ["report", str(home / "runs"), "-o", str(home / "report.html"), "--figures", str(home / "figures")]
@@ -118,8 +119,8 @@ def test_the_report_has_table_health_figures_and_protocol(made):
 
 
 def test_runs_without_their_steps_have_no_health(made):
-    results = acclimate.bench(methods=["source"], corruptions=["fog"], images=24, store=None)
-    assert "<h2>Health</h2>" not in page(list(results), title="t")
+    results = acclimate.bench(methods=["source"], corruptions=["fog"], images=24, out=None)
+    assert "<h2>Health</h2>" not in page(results.grids()["normal"], title="t")
 
 
 def test_what_is_missing_is_said(made, tmp_path, monkeypatch, capsys):
@@ -128,8 +129,25 @@ def test_what_is_missing_is_said(made, tmp_path, monkeypatch, capsys):
     assert "acclimate analyze all --out" in capsys.readouterr().err
     assert main(["report", str(made / "runs")]) == 0
     assert "no figures, which `acclimate analyze all` would draw" in capsys.readouterr().out
-    assert main(["report", str(made / "runs"), "--setting", "mixed"]) == 2
-    assert "no finished run of that setting" in capsys.readouterr().err
+    assert main(["report", str(made / "runs"), "--settings", "mixed"]) == 2
+    assert "none of the 4 finished runs there is what was asked for" in capsys.readouterr().err
+
+
+def test_figures_of_another_model_are_left_out_and_named(made, tmp_path, capsys):
+    model = Store(made / "runs").outcomes()[0].spec.model
+    ours = {name: model[name] for name in ("name", "weights", "architecture")}
+    for name, whose in {"same": ours, "other": {**ours, "name": "vit", "weights": "0123"}, "silent": None}.items():
+        figure(name, title=name).save(tmp_path)
+        content = json.loads((tmp_path / f"{name}.json").read_text())
+        content.pop("model", None)
+        (tmp_path / f"{name}.json").write_text(json.dumps(content if whose is None else {**content, "model": whose}))
+    page = tmp_path / "page.html"
+    assert main(["report", str(made / "runs"), "-o", str(page), "--figures", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "other.json: left out: it is of another model (vit, weights 0123) than the runs (bundled" in out
+    assert "silent.json: does not say of which model it is" in out and "same.json" not in out and "2 figures" in out
+    text = page.read_text()
+    assert "<h2>same</h2>" in text and "<h2>silent</h2>" in text and "<h2>other</h2>" not in text
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
@@ -150,6 +168,8 @@ def test_a_browser_shows_the_report(made):
 
 
 def test_a_scene_is_of_ones_own_pictures(tmp_path):
+    from acclimate.analysis.scene import Scene
+
     with pytest.raises(InputError, match="The bundled images are not for"):
         Scene.open("vit_tiny_patch16_224")
     with pytest.raises(InputError, match="holds no pictures"):

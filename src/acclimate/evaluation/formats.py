@@ -55,7 +55,7 @@ def legend(grid: Grid) -> str:
     if grid.source and len(grid.rows) > 1:
         words.append(f"Below it: points above source, ± {INTERVAL}.")
     if len(grid.rows) > 1:
-        words.append("Bold: the highest of a column and all that are within chance of it, unless that is every one.")
+        words.append("Bold: the highest of a domain or mean and all that are within chance of it, unless that is every one.")
     return " ".join(words)
 
 

@@ -73,4 +73,4 @@ def paired_difference(pairs: Sequence[tuple[Counts, Counts]]) -> Difference:
     images = np.count_nonzero(sum(np.pad(mine.sum((0, 1)), (0, len(effects) - mine.shape[-1])) for mine, _ in pairs))
     # plus one image's worth, as Agresti and Min (2005) do: a handful of differing predictions is no proof
     variance = np.square(effects).sum() * images / max(1, images - 1) + 1 / images**2
-    return Difference(100 * points, 100 * NORMAL_95 * math.sqrt(variance))
+    return Difference(100 * float(points), 100 * NORMAL_95 * math.sqrt(variance))

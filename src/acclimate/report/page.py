@@ -100,14 +100,13 @@ def _summary(sheet: Sheet) -> str:
     if grid.source in leaders:
         above = f"{reached} on average, {apart(others.index(grid.source))} points above it"
         return f"No method is above the source model by more than chance: {name} reaches {above} {scope}."
-    words = [f"{name} is {'best' if leaders == [top] else 'highest'} on average with {reached}"]
-    if len(leaders) > 1:
-        rest = [grid.label(row) for row in leaders[1:]]
-        words.append(f"{listed(rest)} {'is' if len(rest) == 1 else 'are'} within chance of it")
     leads = [f"{apart(others.index(grid.source))} points above the source model"] if grid.source in others else []
-    if leaders in ([top], []) and others[0] != grid.source:
+    if len(leaders) < 2 and others[0] != grid.source:
         leads.append(f"{apart(0)} {'' if leads else 'points '}above {grid.label(others[0])}, the next")
-    return ", ".join(filter(None, (*words, " and ".join(leads)))) + f" {scope}."
+    best = f"{name} is {'best' if leaders == [top] else 'highest'} on average with {reached}"
+    near = [grid.label(row) for row in leaders[1:]]
+    chance = f"; {listed(near)} {'is' if len(near) == 1 else 'are'} within chance of it" if near else ""
+    return ", ".join(filter(None, (best, " and ".join(leads)))) + f"{chance} {scope}."
 
 
 def _warning(differences: Sequence[str]) -> Html:
