@@ -133,13 +133,17 @@ def test_the_data_in_the_readme_works():
     names = {"acclimate": acclimate}
     exec(code, names)
     assert names["result"].samples == names["stream"].samples == 2 * 10 * 51  # two domains, ten classes, 51 steps each
-    assert names["foggy"].shape == names["images"].pixels.shape
+    assert names["foggy"].shape == names["images"].pixels[:256].shape
 
 
 def test_the_bench_in_the_docs_works(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (README.parent / "docs" / "bench.md").read_text()
     names = {}
-    exec(re.search(r"```python\n(.*?)```", page, re.S)[1], names)
+    bench, testbed, _ = re.findall(r"```python\n(.*?)```", page, re.S)  # the third needs several GPUs
+    exec(bench, names)
     assert [outcome.spec.method for outcome in names["results"]] == ["source", "dct", "dct"]
     assert len(list((tmp_path / "runs").glob("*/result.json"))) == 3
+    exec(testbed, names)
+    keys = [(outcome.spec.method, str(outcome.spec.domains[0])) for outcome in names["outcomes"]]
+    assert keys == [("source", "clean"), ("tent", "clean"), ("source", "fog/2"), ("tent", "fog/2")]
