@@ -152,7 +152,7 @@ def test_the_card_says_how_a_number_was_made(results):
         ({"dataset": "imagenet-c"}, "imagenet-c"),
         ({"order": "another"}, "did not meet the same on snow/2, seed 0"),
         ({"data": ["another"]}, "did not meet the same on snow/2, seed 0"),
-        ({"preprocessing": [{"mean": [0.485, 0.456, 0.406]}]}, "0.485/0.456/0.406"),
+        ({"preprocessing": [{"mean": [0.485, 0.456, 0.406]}]}, "preprocessing, mean: [0.485, 0.456, 0.406]"),
     ],
 )
 def test_a_table_refuses_results_of_different_protocols_and_says_why(change, named, results):
@@ -165,6 +165,11 @@ def test_a_table_refuses_results_of_different_protocols_and_says_why(change, nam
     assert named in str(refused.value) and "--mix" in str(refused.value)
     grid = Grid(mixed, mix=True)
     assert grid.differences == differences(mixed) and any(named in line for line in grid.differences)
+
+
+def test_clean_images_stand_beside_corrupted_ones():
+    found = acclimate.bench(methods=["source"], corruptions=["clean", "fog"], out=None, images=12)
+    assert Grid(found).domains == [DomainKey("clean"), FOG] and "clean" in found.table()
 
 
 def test_every_format_says_the_same(results):

@@ -49,14 +49,12 @@ def write_table(form: str, grid: Grid, title: str, paper: PublishedTable | None 
 def legend(grid: Grid) -> str:
     """Return what the numbers and marks of a table mean, in sentences."""
     cells = [cell for row in grid.rows for column in grid.columns if (cell := grid.cell(row, column))]
-    words = []
-    if any(cell.deviation is not None for cell in cells):
-        words.append("Accuracy ± standard deviation over seeds.")
-    if grid.source and len(grid.rows) > 1:
-        words.append(f"Below it: points above source, ± {INTERVAL}.")
-    if len(grid.rows) > 1:
-        words.append("Bold: the highest of a domain or mean and all that are within chance of it, unless that is every one.")
-    return " ".join(words)
+    deviation = " ± standard deviation over seeds" if any(cell.deviation is not None for cell in cells) else ""
+    if len(grid.rows) == 1:
+        return f"Accuracy{deviation}." if deviation else ""
+    gains = f"; below it, points above source ± {INTERVAL}" if grid.source else ""
+    marks = "Bold: the highest of a domain or mean, and all that are within chance of it, unless that is every one."
+    return f"Accuracy{deviation}{gains}. {marks}"
 
 
 def terminal(grid: Grid, title: str, *, width: int = 80) -> Table:

@@ -25,7 +25,7 @@ NORMAL_95 = 1.96  # standard errors on each side of a 95 % interval
 
 @dataclass(frozen=True)
 class Difference:
-    """The difference between two accuracies, in points."""
+    """Holds the difference between two accuracies, in points."""
 
     points: float
     interval: float | None = None  # half the width of its 95 % interval; None where images cannot be paired

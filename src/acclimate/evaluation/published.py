@@ -12,7 +12,7 @@ from .tables import Column, Grid, Summary
 
 
 class PublishedRow(NamedTuple):
-    """A method's published numbers in the columns of a grid."""
+    """Holds a method's published numbers in the columns of a grid."""
 
     accuracy: dict[Column, float]
     deviation: dict[Column, float]
@@ -20,7 +20,7 @@ class PublishedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """A table in print. Where severity or setting is None, the columns are the severities or settings.
+    """Holds a table in print. Where severity or setting is None, the columns are the severities or settings.
 
     Accuracies are in per cent. Methods are called as the rows of a grid are: `dct(generator=False)`.
     """

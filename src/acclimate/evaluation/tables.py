@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -20,7 +20,7 @@ SOURCE = "source"  # the method that others are compared with
 
 
 class RowKey(NamedTuple):
-    """A row of a table: a method with all that decides what it does."""
+    """Identifies a row of a table: a method with all that decides what it does."""
 
     method: str
     options: tuple[tuple[str, str], ...]  # names and values, in order of names
@@ -32,7 +32,7 @@ class RowKey(NamedTuple):
 
 
 class Summary(Enum):
-    """A column that is not a domain."""
+    """Names a column that is not a domain."""
 
     MEAN = "mean"  # over the domains, each counting alike
     SECOND_HALF = "second half"  # the same, over the second half of each domain's images
@@ -43,7 +43,7 @@ Column = DomainKey | Summary
 
 @dataclass(frozen=True)
 class Cell:
-    """An accuracy in per cent, over seeds."""
+    """Holds an accuracy in per cent, over seeds."""
 
     accuracy: float
     deviation: float | None  # standard deviation over seeds, if there are several
@@ -54,7 +54,7 @@ class Cell:
 
 
 class Grid:
-    """Accuracy by method and domain, in per cent, over seeds.
+    """Tabulates accuracy by method and domain, in per cent, over seeds.
 
     The columns are the domains, then the mean over them, and the mean over the second half of each.
 
@@ -99,7 +99,7 @@ class Grid:
 
     @property
     def model(self) -> str:
-        """The model's name."""
+        """Return the model's name."""
         return self.outcomes[0].spec.model["name"]
 
     @property
@@ -216,10 +216,11 @@ def row_labels(outcomes: Sequence[Outcome]) -> dict[RowKey, str]:
 def differences(outcomes: Sequence[Outcome]) -> list[str]:
     """Return in what the protocols of runs differ that are to be in one table, a line for each; none if nothing does."""
     found = []
-    for line in outcomes[0].spec.shared:
-        methods: dict[str, list[str]] = {}
-        for outcome in outcomes:
-            methods.setdefault(outcome.spec.shared[line], []).append(_what(outcome.spec))
+    lines: dict[str, dict[str, list[str]]] = {}
+    for spec in (outcome.spec for outcome in outcomes):
+        for line, value in _compared_lines(spec):
+            lines.setdefault(line, {}).setdefault(value, []).append(_what(spec))
+    for line, methods in lines.items():
         if len(methods) > 1:
             found.append(f"{line}: " + "; ".join(f"{value} ({some(which)})" for value, which in methods.items()))
     met: dict[tuple[str, int], dict[tuple[str, ...], list[str]]] = {}
@@ -237,6 +238,12 @@ def differences(outcomes: Sequence[Outcome]) -> list[str]:
         if count > 1:
             found.append(f"runs: {count} results are of {method} on {where} with seed {seed}")
     return found
+
+
+def _compared_lines(spec: Spec) -> Iterator[tuple[str, str]]:
+    """Yield what runs of one table have in common, where it applies: clean images have no corruption to be made alike."""
+    yield from ((name, value) for name, value in spec.shared.items() if name != "preprocessing")
+    yield from ((f"preprocessing, {name}", str(value)) for how in spec.preprocessing for name, value in how.items())
 
 
 def _what(spec: Spec) -> str:

@@ -104,8 +104,8 @@ def _summary(sheet: Sheet) -> str:
     if len(leaders) < 2 and others[0] != grid.source:
         leads.append(f"{apart(0)} {'' if leads else 'points '}above {grid.label(others[0])}, the next")
     best = f"{name} is {'best' if leaders == [top] else 'highest'} on average with {reached}"
-    near = [grid.label(row) for row in leaders[1:]]
-    chance = f"; {listed(near)} {'is' if len(near) == 1 else 'are'} within chance of it" if near else ""
+    equal = [grid.label(row) for row in leaders[1:]]
+    chance = f"; {listed(equal)} {'is' if len(equal) == 1 else 'are'} within chance of it" if equal else ""
     return ", ".join(filter(None, (best, " and ".join(leads)))) + f"{chance} {scope}."
 
 
