@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections import deque
+from typing import ClassVar
+
 import pytest
 import torch
 
@@ -72,6 +76,78 @@ def test_check_method_finds_state_outside_of_torch():
     for check in ("reset_equals_freshly_wrapped", "save_load_continue", "snapshot_and_rollback"):
         assert f"timm: {check}" in str(error.value)
     assert "batch_of_one" not in str(error.value)
+
+
+@pytest.mark.usefixtures("forget_methods")
+def test_check_method_finds_a_counter_whose_effect_it_does_not_see():
+    """After an even number of steps the method acts as at the beginning."""
+
+    @acclimate.register("alternating")
+    class Alternating(find("tent")):
+        def attach(self, vit, setup):
+            self.count = 0
+            return super().attach(vit, setup)
+
+        def step(self, images, engine):
+            self.count += 1
+            step = super().step(images, engine)
+            step.logits = step.logits + self.count % 2
+            return step
+
+    with pytest.raises(ConformanceError, match="state_is_torch_state: AssertionError: a step changed count: keep"):
+        acclimate.check_method("alternating")
+
+
+class Holds(find("tent")):
+    """Has attributes of many kinds, set when it is attached."""
+
+    shared: ClassVar = {"steps": []}
+
+    def attach(self, vit, setup):
+        self.numbers, self.names, self.seen = [1, [2]], {"a": [1]}, {1}
+        self.plain = torch.zeros(3)
+        self.inner = torch.nn.Identity()
+        self.inner.note = "as it was"
+        self.queue, self.random = deque([1, 2]), random.Random(0)
+        self.drawn = torch.Generator().manual_seed(0)
+        self.constant = torch.nn.Parameter(torch.zeros(2))
+        self.register_buffer("kept", torch.zeros(2))
+        self.both = (self.kept, vit)  # torch state, and the model
+        return super().attach(vit, setup)
+
+    def step(self, images, engine):
+        self.kept += 1
+        self.numbers = [1, [2]]  # equal to what it was
+        self.change()
+        return super().step(images, engine)
+
+    def change(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("numbers", lambda self: self.numbers[1].append(3)),
+        ("names", lambda self: self.names["a"].append(2)),
+        ("seen", lambda self: self.seen.add(2)),
+        ("plain", lambda self: self.plain.add_(1)),
+        ("inner.note", lambda self: setattr(self.inner, "note", "changed")),
+        ("queue", lambda self: self.queue.rotate()),
+        ("random", lambda self: self.random.random()),
+        ("drawn", lambda self: torch.rand(1, generator=self.drawn)),
+        ("new", lambda self: setattr(self, "new", 1)),
+        ("seen", lambda self: vars(self).pop("seen", None)),
+        ("Holds.shared", lambda self: self.shared["steps"].append(1)),
+        ("method/constant", lambda self: self.constant.data.add_(1)),
+    ],
+    ids=["list", "dict", "set", "tensor", "module", "queue", "random", "generator", "new", "gone", "class", "parameter"],
+)
+def test_what_a_step_changes_outside_of_torch_state_is_named(name, change, monkeypatch):
+    CHECKS["state_is_torch_state"](Case(Holds))
+    monkeypatch.setattr(Holds, "change", change)
+    with pytest.raises(AssertionError, match=f"a step changed {name}: keep"):
+        CHECKS["state_is_torch_state"](Case(Holds))
 
 
 @pytest.mark.usefixtures("forget_methods")

@@ -13,7 +13,7 @@ import importlib.util
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from ..errors import ConformanceError, InputError
 from ..models.families import Sizes, families, view
 
 SIZES = Sizes()
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # torch's registries and flags
 
 
 def tiny_vit(family: str = "timm") -> nn.Module:
@@ -121,6 +122,68 @@ def only_declared_parameters_change(case: Case) -> None:
             same({name: p}, {name: source[name]}, "undeclared")
     changed = [name for name, p in adapter.engine.adapted.named.items() if not torch.equal(p, adapter.state.initial[name])]
     assert changed or not declared, "no declared parameter changed in four steps"
+
+
+def state_is_torch_state(case: Case) -> None:
+    """A step changes parameters that adapt, buffers and the optimizer's state: what is reset, saved and rolled back."""
+    adapter = case.wrap()
+    torch_state = _torch_state(adapter)
+    before = _other_state(adapter, torch_state)
+    for images in tiny_batches():
+        adapter(images)
+        after = _other_state(adapter, torch_state)
+        changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+        assert not changed, f"a step changed {', '.join(changed)}: keep what changes in buffers"
+
+
+def _torch_state(adapter: Adapter) -> dict[int, Any]:
+    """Return, by identity, the tensors that a step may change, and the modules, which are looked into one by one."""
+    tensors = [*adapter.engine.adapted.tensors, *adapter.method.buffers(), *adapter.model.parameters()]
+    objects = [*tensors, *adapter.model.buffers(), *adapter.model.modules(), *adapter.method.modules()]
+    return {id(each): each for each in objects}
+
+
+def _other_state(adapter: Adapter, torch_state: Mapping[int, Any]) -> dict[str, Any]:
+    """Return what else a method holds, by name: plain attributes, those of its class, parameters that do not adapt."""
+    method = adapter.method
+    found = {name: _content(p, torch_state) for name, p in adapter.state.constants().items()}
+    for path, module in method.named_modules():
+        for name, value in vars(module).items():
+            if name not in OF_EVERY_MODULE:
+                found[f"{path}.{name}".lstrip(".")] = _content(value, torch_state)
+    for cls in type(method).__mro__[: type(method).__mro__.index(Method)]:
+        for name, value in vars(cls).items():
+            if not name.startswith("__") and not hasattr(value, "__get__"):
+                found[f"{cls.__name__}.{name}"] = _content(value, torch_state)
+    return found
+
+
+def _content(value: Any, torch_state: Mapping[int, Any], around: tuple[int, ...] = ()) -> Any:
+    """Return what a value holds, in a form that equal ones share; torch state, and what is opaque, stands for itself."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
+        return repr(value)
+    if id(value) in torch_state or id(value) in around:
+        return id(value)
+
+    def inside(items: Iterable[Any]) -> tuple[Any, ...]:
+        return tuple(_content(item, torch_state, (*around, id(value))) for item in items)
+
+    if isinstance(value, Tensor):
+        return str(value.dtype), tuple(value.shape), _bits(value).cpu().numpy().tobytes()
+    if isinstance(value, (list, tuple)):
+        return type(value), inside(value)
+    if isinstance(value, Mapping):
+        return type(value), inside(value.items())
+    if isinstance(value, (set, frozenset)):
+        return frozenset(inside(value))
+    try:
+        parts = value.__reduce_ex__(4)  # what pickle would write
+    except Exception:  # whatever an object raises that cannot be pickled
+        return id(value)
+    if isinstance(parts, str):
+        return parts
+    state, items, pairs = (*parts[2:], None, None, None)[:3]
+    return inside([parts[1], state, list(items or ()), list(pairs or ())])
 
 
 def input_is_untouched(case: Case) -> None:
@@ -285,6 +348,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     for check in (
         configuration_round_trips,
         only_declared_parameters_change,
+        state_is_torch_state,
         input_is_untouched,
         reset_equals_freshly_wrapped,
         save_load_continue,
