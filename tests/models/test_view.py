@@ -215,3 +215,9 @@ def test_fingerprint_tells_architecture_from_weights():
         c = tiny_vit()
         change(c)  # nothing that a name or a shape would show
         assert of(a)["architecture"] != of(c)["architecture"] and of(a)["weights"] == of(c)["weights"]
+
+
+def test_a_head_with_one_output_is_refused():
+    model = VisionTransformer(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=2, num_classes=1)
+    with pytest.raises(ModelError, match="its head has one output"):
+        view(model)
