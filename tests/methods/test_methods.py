@@ -94,7 +94,18 @@ def test_learning_rates_follow_the_batch(method, at_64, tmp_path):
     assert rates(again) == rates(model)
 
 
-def test_learning_rates_of_the_reference_are_those_of_the_first_batch():
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("name", acclimate.list_methods())
+def test_learning_rates_are_those_of_each_batch_and_of_the_reference_those_of_the_first(name, reference):
+    model = Case(find(name)).wrap(reference=reference)
+    for size in (4, 2, 3):
+        model(tiny_batches(1, size)[0])
+        expected = model.method.optimizer(4 if reference else size)
+        if expected is not None:
+            assert rates(model) == [group["lr"] for group in expected.param_groups]
+
+
+def test_learning_rates_of_a_reference_that_begins_with_a_single_image():
     model = acclimate.adapt(tiny_vit(), "tent", reference=True)
     for size in (1, 16):
         model(tiny_batches(1, size)[0])

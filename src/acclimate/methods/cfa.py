@@ -32,8 +32,9 @@ class CFA(Tent):
     over the classes. The gradient is clipped. A batch of 1 has no central moments: all of them are 0.
 
     The source's moments and class means are of clean labelled images, the authors' of ImageNet's training set, and
-    `acclimate.source_statistics` computes them once: `acclimate.adapt(model, "cfa",
-    source_statistics="stats.safetensors")`. The state file keeps them. Beyond these it needs a second forward pass.
+    `acclimate.source_statistics` computes them once:
+    `acclimate.adapt(model, "cfa", source_statistics="stats.safetensors")`. The state file keeps them. Beyond these it needs
+    a second forward pass.
 
     Args:
         lr: Learning rate; the authors' does not follow the batch size.

@@ -81,7 +81,7 @@ class DCT(SAR):
         lr: Learning rate of the norms; by default 0.001 for a batch of 64, proportional to the batch size.
         lr_generator: Learning rate of the generators. The authors use 0.01 for ViT-B whatever the batch size, 0.003 on
             ImageNet-R, and for ViT-L 0.001 at batch 32 and 0.0001 at batch 1. By default: that rule for 24 blocks and
-            more (0.001, and 0.0001 for a batch of 1), 0.01 otherwise.
+            more (0.001, and 0.0001 for a batch of 1; `batch_size` says whose size counts), 0.01 otherwise.
         margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
         rho: Radius of the sharpness-aware ascent.
         momentum: Momentum of SGD.
@@ -94,7 +94,8 @@ class DCT(SAR):
             it.
         blocks: Which blocks are conditioned and adapt: a number (the first so many) or indices; by default all but the last
             quarter, of which at most three are left out (9 of 12, 21 of 24).
-        batch_size: Batch size for the default learning rate; by default that of the first batch.
+        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
+            first.
         loss: What is minimised, and compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
             al., ICLR 2025) whose mass of uncertainty is the number of classes.
         reference: Behave as the authors' released code, quirks included: see `SAR`. In a 24-block model, blocks 9 to 11

@@ -32,7 +32,8 @@ class DELTA(Tent):
         decay: Decay of the classes' shares.
         entropy_weight: Learn from samples with an entropy below 0.5 ln C alone, the surer ones with a larger weight.
         momentum: Momentum of SGD.
-        batch_size: Batch size for the default learning rate; by default that of the first batch.
+        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
+            first.
         reference: Accepted by every method; apart from TBR there is no quirk to reproduce here.
     """
 

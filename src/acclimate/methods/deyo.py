@@ -39,7 +39,8 @@ class DeYO(LeadingNorms):
         momentum: Momentum of SGD.
         blocks: Which blocks adapt: a number (the first so many) or indices; by default all but the last quarter, of which
             at most three are left out (9 of 12, 21 of 24).
-        batch_size: Batch size for the default learning rate; by default that of the first batch.
+        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
+            first.
         reference: Behave as the authors' released code: matching by name leaves out blocks 9 to 11 of a 24-block model too.
     """
 

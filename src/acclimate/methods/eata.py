@@ -32,7 +32,8 @@ class EATA(ETA):
         fisher_weight: Weight of the anchor. The authors use 2000 for every model, with the Fisher information of batches as
             large as the stream's (64); that of smaller batches is larger, and so is its effect.
         momentum: Momentum of SGD.
-        batch_size: Batch size for the default learning rate; by default that of the first batch.
+        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
+            first.
         loss: What is minimised, and compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
             al., ICLR 2025) whose mass of uncertainty is the number of classes.
         reference: As the authors' released code: see `ETA`.

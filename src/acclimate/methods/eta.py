@@ -34,7 +34,8 @@ class ETA(Tent):
         redundancy: Cosine similarity with the average prediction from which on a sample is redundant.
         decay: Decay of that average.
         momentum: Momentum of SGD.
-        batch_size: Batch size for the default learning rate; by default that of the first batch.
+        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
+            first.
         loss: What is minimised, and compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
             al., ICLR 2025) whose mass of uncertainty is the number of classes.
         reference: As the authors' released code, whose default margin counts all classes of the head. COME's mass of

@@ -30,7 +30,8 @@ class RDumb(ETA):
         decay: Decay of that average.
         period: Steps after which the source model comes back.
         momentum: Momentum of SGD.
-        batch_size: Batch size for the default learning rate; by default that of the first batch.
+        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
+            first.
         reference: As the authors' released code: see `ETA`.
     """
 

@@ -34,7 +34,8 @@ class SAR(LeadingNorms):
         decay: Decay of that moving average.
         blocks: Which blocks adapt: a number (the first so many) or indices; by default all but the last quarter, of which
             at most three are left out (9 of 12, 21 of 24).
-        batch_size: Batch size for the default learning rate; by default that of the first batch.
+        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
+            first.
         loss: What is minimised, and compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
             al., ICLR 2025) whose mass of uncertainty is the number of classes.
         reference: Behave as the authors' released code, quirks included: momentum survives a recovery and moves the

@@ -26,7 +26,8 @@ class Tent(Method):
     Args:
         lr: Learning rate; by default 0.001 for a batch of 64, proportional to the batch size.
         momentum: Momentum of SGD.
-        batch_size: Batch size for the default learning rate; by default that of the first batch.
+        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
+            first.
         loss: What is minimised: "entropy", or "come", the opinion entropy of COME (Zhang et al., ICLR 2025) whose mass of
             uncertainty is the number of classes.
         reference: As the authors' released code. TENT's has no quirk to reproduce, COME's has a mass of 1000 always.

@@ -27,7 +27,8 @@ class VPT(SAR):
     Args:
         prompts: Number of prompt tokens. The paper chooses from 1 to 200 on validation data.
         deep: Every block has prompts of its own, in the place of those before it; otherwise the first one's go through all.
-        lr: Learning rate; by default 0.1 for a batch of 64, proportional to the batch size.
+        lr: Learning rate; by default 0.1 for a batch of 64, proportional to the size of each batch, with reference=True to
+            that of the first.
         margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
         rho: Radius of the sharpness-aware ascent.
         momentum: Momentum of SGD.

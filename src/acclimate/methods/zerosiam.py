@@ -30,7 +30,8 @@ class ZeroSiam(Siamese):
         lr_predictor: Learning rate of the predictor; by default the same.
         alignment: Weight of the divergence of the branches.
         momentum: Momentum of SGD.
-        batch_size: Batch size for the default learning rates; by default that of the first batch.
+        batch_size: Batch size for the default learning rates; by default that of each batch, with reference=True that of the
+            first.
         reference: Accepted by every method; a step of the released code has no quirk to reproduce.
     """
 
