@@ -139,13 +139,13 @@ def test_bad_input(model):
         attention_maps(model, torch.zeros(3, 32, 32))
     with pytest.raises(ModelError, match="not a vision transformer"):
         attention_maps(nn.Linear(3, 3), torch.zeros(1, 3, 32, 32))
-    with pytest.raises(ModelError, match="16 patches are no grid of squares over a picture of 32 x 40"):
+    with pytest.raises(ModelError, match="16 patches are no grid of squares over an image of 32 x 40"):
         Layout.of(model, torch.zeros(1, 3, 32, 40))
     with pytest.raises(ConfigError, match="added='kept'"):
         list(rollouts([weights(1, 2, 10, 11)], GRID, added="kept"))
 
 
-def test_layout_of_a_picture_that_is_no_multiple_of_the_patch():
+def test_layout_of_an_image_that_is_no_multiple_of_the_patch():
     model = VisionTransformer(img_size=(60, 35), patch_size=8, embed_dim=32, depth=1, num_heads=2, num_classes=10)
     assert Layout.of(model, torch.zeros(1, 3, 60, 35)) == Layout(tokens=29, rows=7, columns=4, patch=8)
 

@@ -81,7 +81,7 @@ def test_conditioners_are_what_attention_appends(family):
         np.testing.assert_allclose(found[1, part], vectors.flatten(1), atol=1e-5)
     weights, biases = (getattr(adapter.method.generators["1"], name)["q"].detach().numpy() for name in ("weights", "biases"))
     np.testing.assert_allclose(found[1, "q"], found[1, "input"] @ weights.T + biases, atol=1e-4)
-    # the first block has one class token for all pictures, and so one set of conditioners
+    # the first block has one class token for all images, and so one set of conditioners
     assert np.ptp(found[0, "k"], axis=0).max() < 1e-5 < np.ptp(found[1, "k"], axis=0).max()
 
 
@@ -115,9 +115,10 @@ def points(kinds: np.ndarray, shift: float, seed: int = 0) -> np.ndarray:
 
 
 def test_far_groups_are_told_apart_and_equal_ones_are_not():
-    kinds, pictures = np.repeat([0, 1], 100), np.tile(np.arange(100), 2)
-    far, none = (separability(points(kinds, shift), kinds, pictures) for shift in (50.0, 0.0))
-    assert far.accuracy == 1 and far.deviation == 0 and far.chance == 0.5
+    kinds, which = np.repeat([0, 1], 100), np.tile(np.arange(100), 2)
+    far, none = (separability(points(kinds, shift), kinds, which) for shift in (50.0, 0.0))
+    assert far.accuracy == 1 and (far.interval().low, far.interval().high) == (1, 1) and far.chance == 0.5
+    assert far.over(none).excludes_zero and not none.over(none).excludes_zero
     assert abs(none.accuracy - 0.5) < 0.12 and abs(none.silhouette) < 0.02
     # one of six equally wide dimensions separates: within a kind the others have a squared distance of 2 x 5
     a, b = np.sqrt(10), np.sqrt(14)
@@ -136,23 +137,23 @@ def test_equal_points_tell_nothing():
     assert found.accuracy == pytest.approx(1 / 3) and found.silhouette == 0
 
 
-def test_a_picture_is_not_recognised_by_its_twin():
-    """Classes are noise here, but every picture occurs in five versions that are almost the same."""
+def test_a_image_is_not_recognised_by_its_twin():
+    """Classes are noise here, but every image occurs in five versions that are almost the same."""
     rng = np.random.default_rng(0)
-    pictures, labels = np.tile(np.arange(40), 5), np.tile(rng.integers(0, 2, 40), 5)
-    twins = rng.normal(size=(40, 60))[pictures] + 0.01 * rng.normal(size=(200, 60))
-    assert separability(twins.astype(np.float32), labels, pictures).accuracy < 0.75
+    which, labels = np.tile(np.arange(40), 5), np.tile(rng.integers(0, 2, 40), 5)
+    twins = rng.normal(size=(40, 60))[which] + 0.01 * rng.normal(size=(200, 60))
+    assert separability(twins.astype(np.float32), labels, which).accuracy < 0.75
     assert separability(twins.astype(np.float32), labels, np.arange(200)).accuracy > 0.95
 
 
 def test_neither_scale_nor_order_matters():
-    kinds, pictures = np.repeat([0, 1], 30), np.tile(np.arange(30), 2)
+    kinds, which = np.repeat([0, 1], 30), np.tile(np.arange(30), 2)
     plain = points(kinds, 2.0)
     scaled = plain * np.float32([1, 1e3, 1e-3, 7, 5, 2]) + 3
     order = np.random.default_rng(1).permutation(60)
-    expected = separability(plain, kinds, pictures)
-    assert separability(scaled, kinds, pictures).silhouette == pytest.approx(expected.silhouette, abs=1e-3)
-    assert separability(plain[order], kinds[order], pictures[order]).silhouette == pytest.approx(expected.silhouette)
+    expected = separability(plain, kinds, which)
+    assert separability(scaled, kinds, which).silhouette == pytest.approx(expected.silhouette, abs=1e-3)
+    assert separability(plain[order], kinds[order], which[order]).silhouette == pytest.approx(expected.silhouette)
     assert standardised(scaled).std(0) == pytest.approx(np.ones(6))
 
 
@@ -160,10 +161,10 @@ def test_what_cannot_be_measured_is_refused_or_left_out(monkeypatch):
     some = np.zeros((8, 2), np.float32)
     with pytest.raises(InputError, match="of one kind"):
         separability(some, np.zeros(8, int), np.arange(8))
-    with pytest.raises(InputError, match=f"4 pictures are too few .* at least {FOLDS}"):
+    with pytest.raises(InputError, match=f"4 images are too few .* at least {FOLDS}"):
         separability(some, np.repeat([0, 1], 4), np.tile(np.arange(4), 2))
-    labels, pictures = np.tile([0] * FOLDS + [1] * (FOLDS - 1), 2), np.tile(np.arange(2 * FOLDS - 1), 2)
-    assert frequent(labels, pictures).tolist() == (labels == 0).tolist()
+    labels, which = np.tile([0] * FOLDS + [1] * (FOLDS - 1), 2), np.tile(np.arange(2 * FOLDS - 1), 2)
+    assert frequent(labels, which).tolist() == (labels == 0).tolist()
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ConfigError, match="scikit-learn: pip install"):
         separability(some, np.repeat([0, 1], 4), np.arange(8))

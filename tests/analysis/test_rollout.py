@@ -7,20 +7,24 @@ import csv
 import numpy as np
 import pytest
 import torch
-from test_distance import tiny_scene
+from subjects import tiny_subject
 
 from acclimate.analysis import rollout
+from acclimate.analysis.intervals import Adaptation
 from acclimate.analysis.rollout import CASES
 from acclimate.errors import ConfigError
 
+MANY = Adaptation(8, 0.01)
+COUNT = 12
 
-def test_rollout_of_every_picture_sums_to_one(family, monkeypatch):
-    scene = tiny_scene(family)
-    maps = rollout.rolled_out(scene.source, scene.batch(), "", None)
+
+def test_rollout_of_every_image_sums_to_one(family, monkeypatch):
+    subject = tiny_subject(family=family)
+    maps = rollout.rolled_out(subject.model, subject.batch())
     assert maps.shape == (6, 4, 4) and maps.dtype is torch.float64
     torch.testing.assert_close(maps.sum((1, 2)), torch.ones(6, dtype=torch.float64))
     monkeypatch.setattr(rollout, "in_parts", lambda model, images: images.split(4))
-    torch.testing.assert_close(rollout.rolled_out(scene.source, scene.batch(), "", None), maps)
+    torch.testing.assert_close(rollout.rolled_out(subject.model, subject.batch()), maps)
 
 
 def test_correlation():
@@ -34,39 +38,40 @@ def test_correlation():
 
 
 def maps_and_pixels(black):
-    """Two pictures whose left half is the object; the adapted model looks there alone, the source model everywhere."""
-    pixels = np.full((2, 8, 8, 3), 200, dtype=np.uint8)
+    """Return images whose left half is the object; the adapted model looks there alone, the source model everywhere."""
+    pixels = np.full((COUNT, 8, 8, 3), 200, dtype=np.uint8)
     if black:
         pixels[:, :, 4:] = 0
-    even = torch.full((2, 2, 2), 0.25, dtype=torch.float64)
-    left = torch.tensor([[0.5, 0.0], [0.5, 0.0]], dtype=torch.float64).expand(2, 2, 2)
+    even = torch.full((COUNT, 2, 2), 0.25, dtype=torch.float64)
+    left = torch.tensor([[0.5, 0.0], [0.5, 0.0]], dtype=torch.float64).expand(COUNT, 2, 2)
     return dict(zip(CASES, (left, even, left, left))), pixels
 
 
 def test_share_of_the_object():
     maps, pixels = maps_and_pixels(black=True)
     measured = rollout.measure(maps, pixels)
-    assert measured["object: share of the picture"].tolist() == [0.5, 0.5]
+    assert measured["object: share of the image"].tolist() == [0.5] * COUNT
     shares = [measured[f"object: share of the rollout, {case}"].tolist() for case in CASES[:3]]
-    assert shares == [[1, 1], [0.5, 0.5], [1, 1]]
-    first, second, third = rollout.findings(measured, "fog", "dct", 2, "8 steps")
-    assert "by 0.000 in the source model, and by 1.000 after dct: +1.000 ± 0.000" in first
+    assert shares == [[1] * COUNT, [0.5] * COUNT, [1] * COUNT]
+    first, second, third = rollout.findings(measured, "fog", "dct", 2, MANY, "8 steps")
+    assert "by 0.000 in the source model, and by 1.000 after dct: +1.000 (95 % interval +1.000 to +1.000)" in first
     assert "+100.0 % of what corruption took (8 steps)" in first
-    assert "two different clean pictures correlate by 1.000" in second
-    assert "is 50.0 % of the picture" in third and "+50.00 ± 0.00 points" in third and "holds here" in third
+    assert "two different clean images correlate by 1.000" in second
+    assert "is 50.0 % of the image" in third and "holds here" in third
+    assert "+50.00 points (95 % interval +50.00 to +50.00), 100.0 % of what corruption took" in third
 
 
 def test_without_a_black_background_there_is_no_object():
     measured = rollout.measure(*maps_and_pixels(black=False))
     assert not any(name.startswith("object") for name in measured)
-    assert len(rollout.findings(measured, "fog", "dct", 2, "8 steps")) == 2
+    assert len(rollout.findings(measured, "fog", "dct", 2, MANY, "8 steps")) == 2
 
 
 def test_no_gain_is_called_none():
     maps, pixels = maps_and_pixels(black=True)
     maps[CASES[2]] = maps[CASES[1]]
-    first, *_, last = rollout.findings(rollout.measure(maps, pixels), "fog", "dct", 2, "8 steps")
-    assert "no difference to speak of" in first and "is not seen here" in last
+    first, *_, last = rollout.findings(rollout.measure(maps, pixels), "fog", "dct", 2, MANY, "8 steps")
+    assert "a difference is not seen" in first and "is not seen here" in last
 
 
 def test_overlay_is_smooth_and_where_it_belongs():
@@ -80,18 +85,26 @@ def test_overlay_is_smooth_and_where_it_belongs():
     assert rollout.overlay(np.zeros((300, 250, 3), dtype=np.uint8), level).shape == (300, 250, 3)
 
 
-def test_pictures_are_shown_as_they_are():
-    scene = tiny_scene()
-    assert np.array_equal(rollout._pixels(scene, scene.batch()), scene.images.pixels)
+def test_one_step_is_no_verdict():
+    said = rollout.findings(rollout.measure(*maps_and_pixels(black=True)), "fog", "dct", 2, Adaptation(1, 0.01), "1 step")
+    assert "too few images or steps to say whether it is more than chance" in said[0]
+    assert "cannot be judged here: too few images or steps to say" in said[2] and "holds" not in said[2]
+
+
+def test_a_gain_that_is_certain_and_small_is_called_so():
+    maps, pixels = maps_and_pixels(black=True)
+    maps[CASES[2]] = 0.98 * maps[CASES[1]] + 0.02 * maps[CASES[0]]
+    *_, last = rollout.findings(rollout.measure(maps, pixels), "fog", "dct", 2, MANY, "8 steps")
+    assert "2.0 % of what corruption took" in last and "is hardly seen here" in last
 
 
 def test_figure(tmp_path):
-    scene = tiny_scene(count=3)
-    figure = rollout.draw(scene, "contrast", "dct", rows=99, severity=3, seed=0, console=None)
+    subject = tiny_subject(3)
+    (figure,) = rollout.draw(subject, corruption="contrast", rows=99, severity=3)
     files = figure.save(tmp_path)
     rows = list(csv.DictReader(files[2].open()))
-    assert [row["picture"] for row in rows] == list("012")
-    assert figure.protocol["corruption"] == "contrast, severity 3"
-    assert "The first 3 of 3 pictures" in figure.caption
+    assert [row["image"] for row in rows] == list("012")
+    assert figure.protocol["corruption"] == "contrast, severity 3" and figure.origin == subject.origin
+    assert "The first 3 of 3 images" in figure.caption
     with pytest.raises(ConfigError, match="rows=0"):
-        rollout.draw(scene, "contrast", "dct", rows=0, severity=3, seed=0, console=None)
+        rollout.draw(subject, corruption="contrast", rows=0)

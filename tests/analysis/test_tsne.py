@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
-from PIL import Image
+from subjects import tiny_subject
 
-from acclimate.analysis import tsne
+from acclimate.analysis import clouds, tsne
 from acclimate.analysis.embedding import Separability
-from acclimate.analysis.scene import Scene
-from acclimate.data.domains import Images
+from acclimate.analysis.intervals import Adaptation
+from acclimate.analysis.scatter import look, most_frequent
+from acclimate.analysis.subject import Subject
 from acclimate.errors import ConfigError, InputError
-from acclimate.testing.check import SIZES, tiny_vit
+from acclimate.testing.check import SIZES
 
 DOMAINS = ["gaussian_noise", "contrast"]
 
 
-def scene(count: int = 24, *, classes: int = 3, labelled: bool = True) -> Scene:
-    rng = np.random.default_rng(0)
-    pixels = rng.integers(0, 256, (count, SIZES.image, SIZES.image, 3), np.uint8)
-    images = Images(pixels, np.arange(count) % classes, np.arange(count))
-    half = (0.5, 0.5, 0.5)
-    return Scene(tiny_vit(), images, labelled, "tiny", half, half, 5, "imagenet-c", classes=("coat", "bag"))
+def subject(count: int = 24, *, classes: int = 3, labelled: bool = True) -> Subject:
+    names = ("coat", "bag") if labelled else ()
+    return tiny_subject(count, labels=np.arange(count) % classes, classes=names, severity=5)
 
 
-def test_every_picture_is_seen_in_every_domain_by_every_model():
-    cloud = tsne.gather(scene(), DOMAINS, "dct")
-    assert cloud.domain.tolist() == [0] * 24 + [1] * 24 and cloud.picture.tolist() == [*range(24)] * 2
-    assert (cloud.label == cloud.picture % 3).all()
+def gathered(of: Subject, method: str) -> clouds.Cloud:
+    return clouds.gather(of, DOMAINS, method, severity=5)
+
+
+def test_every_image_is_seen_in_every_domain_by_every_model():
+    cloud = gathered(subject(), "dct")
+    assert cloud.domain.tolist() == [0] * 24 + [1] * 24 and cloud.image.tolist() == [*range(24)] * 2
+    assert (cloud.label == cloud.image % 3).all()
     assert cloud.block == 1 and cloud.depth == SIZES.depth
     source, each, one = (cloud.embeddings[name] for name in ("source", "each", "one"))
     assert not source.conditioners and set(each.conditioners) == {(1, part) for part in ("input", "q", "k", "v")}
@@ -40,7 +40,7 @@ def test_every_picture_is_seen_in_every_domain_by_every_model():
 
 
 def test_a_model_that_does_not_adapt_is_the_source_in_all_three():
-    cloud = tsne.gather(scene(), DOMAINS, "source")
+    cloud = gathered(subject(), "source")
     for layer in range(1, SIZES.depth + 1):
         for model in ("each", "one"):
             expected = cloud.embeddings["source"].class_tokens[layer]
@@ -48,10 +48,10 @@ def test_a_model_that_does_not_adapt_is_the_source_in_all_three():
     assert cloud.block is None
 
 
-def test_the_pictures_shown_are_few_and_of_all_classes(monkeypatch):
-    monkeypatch.setattr(tsne, "SHOWN", 10)
-    sorted_by_class = dataclasses.replace(scene(40), images=scene(40).images._replace(labels=np.arange(40) // 20))
-    cloud = tsne.gather(sorted_by_class, DOMAINS, "source")
+def test_the_images_shown_are_few_and_of_all_classes(monkeypatch):
+    monkeypatch.setattr(clouds, "SHOWN", 10)
+    sorted_by_class = tiny_subject(40, labels=np.arange(40) // 20, classes=("coat", "bag"))
+    cloud = gathered(sorted_by_class, "source")
     assert len(cloud.domain) == 20 and set(cloud.label) == {0, 1}
 
 
@@ -61,11 +61,12 @@ def test_the_pictures_shown_are_few_and_of_all_classes(monkeypatch):
 )
 def test_figures_with_their_numbers_are_saved(method, names, tmp_path, monkeypatch):
     monkeypatch.setattr(tsne, "plane", lambda points, *, seed: points[:, :2])  # t-SNE takes its time
-    figures = tsne.draw(scene(), DOMAINS, method)
+    figures = tsne.draw(subject(), corruptions=DOMAINS, method=method)
     assert [figure.name for figure in figures] == names
     for figure in figures:
         assert all(file.stat().st_size > 500 for file in figure.save(tmp_path))
-        assert figure.findings and "severity" in figure.protocol and figure.protocol["method"].startswith(f"{method}(lr=")
+        assert figure.findings and "severity 5" in figure.protocol["corruptions"]
+        assert figure.protocol["method"].startswith(method) and figure.origin["model"] == "tiny"
     maps, lines = figures[0].rows, figures[1].rows
     panels = len(tsne.chosen_layers(SIZES.depth)) + 1
     assert len(maps) == panels * 48 and {row["model"] for row in maps} == {"each", "source"}
@@ -77,32 +78,32 @@ def test_figures_with_their_numbers_are_saved(method, names, tmp_path, monkeypat
 
 def test_without_classes_only_domains_are_measured(monkeypatch):
     monkeypatch.setattr(tsne, "plane", lambda points, *, seed: points[:, :2])
-    figures = tsne.draw(scene(labelled=False), DOMAINS, "source")
+    figures = tsne.draw(subject(labelled=False), corruptions=DOMAINS, method="source")
     assert {row["of"] for row in figures[1].rows} == {"domain"}
     assert len(figures[0].canvas.axes) == len(tsne.chosen_layers(SIZES.depth)) + 1
     assert "classes are not known" in figures[1].caption
 
 
-def test_classes_with_too_few_pictures_are_shown_and_not_measured():
-    cloud = tsne.gather(scene(classes=12), DOMAINS, "source")
+def test_classes_with_too_few_images_are_shown_and_not_measured():
+    cloud = gathered(subject(classes=12), "source")
     assert cloud.measurable is None
 
 
 def test_the_same_seed_gives_the_same_map():
     points = np.random.default_rng(0).normal(size=(30, 5)).astype(np.float32)
-    first = tsne.plane(points, seed=3)
-    assert first.shape == (30, 2) and (first == tsne.plane(points, seed=3)).all()
-    assert not np.allclose(first, tsne.plane(points[::-1].copy(), seed=3))
+    first = clouds.plane(points, seed=3)
+    assert first.shape == (30, 2) and (first == clouds.plane(points, seed=3)).all()
+    assert not np.allclose(first, clouds.plane(points[::-1].copy(), seed=3))
 
 
 def test_far_groups_stay_groups_on_the_map_and_one_point_stays_one():
     kinds = np.repeat([0, 1], 20)
     points = (np.random.default_rng(0).normal(size=(40, 5)) + 100 * kinds[:, None]).astype(np.float32)
-    places = tsne.plane(points)
+    places = clouds.plane(points)
     gaps = np.linalg.norm(places[:, None] - places, axis=-1)
     np.fill_diagonal(gaps, np.inf)
     assert (kinds[gaps.argmin(1)] == kinds).all()
-    assert not tsne.plane(np.full((10, 3), 0.1, np.float32)).any()
+    assert not clouds.plane(np.full((10, 3), 0.1, np.float32)).any()
 
 
 def test_layers_are_the_papers_or_at_their_share_of_the_depth():
@@ -113,15 +114,15 @@ def test_layers_are_the_papers_or_at_their_share_of_the_depth():
 
 def test_frequent_classes_get_a_name_and_a_colour():
     labels = np.array([5, 5, 0, 0, 0, *range(20, 32)])
-    kinds, legend = tsne._most_frequent(labels, ["shoe"])
+    kinds, legend = most_frequent(labels, ["shoe"])
     assert kinds[:5].tolist() == [1, 1, 0, 0, 0] and (kinds == -1).sum() == 4
     assert legend[0] == "shoe" and legend[1] == "class 5" and legend[-1] == "4 others"
-    assert len({tsne._look(kind) for kind in range(20)}) == 20
+    assert len({look(kind) for kind in range(20)}) == 20
 
 
-def test_findings_are_computed():
+def said(steps: int = 8, images: int = 100) -> list[str]:
     def value(accuracy: float, silhouette: float) -> Separability:
-        return Separability(accuracy, 0.02, 0.2, silhouette)
+        return Separability((np.arange(images) < accuracy * images).astype(float), 0.2, silhouette)
 
     measured = {
         ("source", 1, "domain"): value(0.9, 0.3),
@@ -129,25 +130,24 @@ def test_findings_are_computed():
         ("each", 2, "domain"): value(0.7, 0.2),
         ("one", 2, "domain"): value(0.61, 0.0),
     }
-    accuracy, silhouette = tsne._compared("domain", measured, "dct", 2)
+    return tsne.compared("domain", measured, "dct", 2, dict.fromkeys(("each", "one"), Adaptation(steps, 0.01)))
+
+
+def test_findings_are_computed():
+    accuracy, silhouette = said()
     assert "from 90.0 % after layer 1 to 60.0 % after layer 2 (chance 20.0 %)" in accuracy
-    assert "70.0 % with one model per domain (+10.0 points)" in accuracy
-    assert "61.0 % with one for all (+1.0 points, within the deviation over the folds)" in accuracy
+    assert "70.0 % with one model per domain, +10.0 points (95 % interval +4.0 to +16.0), and" in accuracy
+    assert "61.0 % with one for all, +1.0 points (95 % interval -1.0 to +3.0); a difference is not seen." in accuracy
     assert "source 0.100, one model per domain 0.200, one for all 0.000" in silhouette
+
+
+def test_few_steps_are_no_verdict():
+    assert said(steps=1)[0].count("too few images or steps to say") == 2
 
 
 def test_bad_input_is_refused_before_any_work(monkeypatch):
     monkeypatch.setattr(tsne, "gather", lambda *_, **__: pytest.fail("worked"))
     with pytest.raises(ConfigError, match="name two or more"):
-        tsne.draw(scene(), ["fog"])
-    with pytest.raises(InputError, match="4 pictures are too few"):
-        tsne.draw(scene(4), DOMAINS)
-
-
-def test_classes_of_a_folder_are_named_after_its_folders(tmp_path):
-    for name in ("bag", "coat"):
-        (tmp_path / name).mkdir()
-        Image.new("RGB", (28, 28)).save(tmp_path / name / "1.png")
-    opened = Scene.open(pictures=tmp_path, count=2)
-    assert opened.classes == ("bag", "coat") and opened.labelled and opened.images.labels.tolist() == [0, 1]
-    assert not Scene.open(pictures=tmp_path / "bag", count=1).labelled
+        tsne.draw(subject(), corruptions=["fog"])
+    with pytest.raises(InputError, match="4 images are too few"):
+        tsne.draw(subject(4), corruptions=DOMAINS)

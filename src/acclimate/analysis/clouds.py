@@ -72,7 +72,7 @@ def gather(subject: Subject, corruptions: Sequence[str], method: str, *, severit
     chosen = np.unique(np.linspace(0, subject.count - 1, min(SHOWN, subject.count)).round().astype(np.int64))
     kept: dict[str, list[Embedding]] = {name: [] for name in MODELS}
     separate: list[Adaptation] = []
-    for domain in subject.track(domains, "class tokens"):
+    for domain in domains:
         images = domain.load(chosen).to(subject.device)
         adapter = subject.adapted(method, [domain], seed=seed)
         separate.append(Adaptation.of(adapter))

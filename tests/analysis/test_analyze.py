@@ -1,0 +1,123 @@
+"""`acclimate analyze`: its arguments are those of the bench and of each figure, and no others."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from acclimate.analysis.registry import figure_kinds
+from acclimate.cli import analyze
+from acclimate.errors import AcclimateError
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    analyze.add(parser.add_subparsers())
+    return parser.parse_args(["analyze", *words])
+
+
+def run(*words: str) -> None:
+    given = parsed(*words)
+    given.run(given)
+
+
+def write_images(folder, names, side=40):
+    rng = np.random.default_rng(0)
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (side, side, 3), np.uint8)).save(folder / name)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Note what figures are asked to draw, and draw nothing."""
+    calls = []
+    for kind in figure_kinds():
+        monkeypatch.setitem(
+            vars(kind), "draw", lambda subject, name=kind.name, **options: calls.append((name, subject, options)) or []
+        )
+    return calls
+
+
+def test_adding_the_command_does_not_import_torch():
+    code = (
+        "import argparse, sys; from acclimate.cli import analyze; "
+        "analyze.add(argparse.ArgumentParser().add_subparsers()); print('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+def test_every_figure_gets_its_arguments_or_their_defaults(seen):
+    run("all", "--images", "20", "--severity", "3", "--rows", "2")
+    options = {name: given for name, _, given in seen}
+    assert list(options) == [kind.name for kind in figure_kinds()]
+    assert options["rollout"] == dict(corruption="defocus_blur", method="dct", rows=2, severity=3, seed=0)
+    assert options["attention-distance"] == dict(corruption="defocus_blur", method="dct", severity=3, seed=0)
+    assert options["cost"] == dict(corruption="gaussian_noise", severity=3, seed=0)
+    assert options["ablation"]["corruptions"][-1] == "fog" and seen[0][1].count == 20
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tsne", "--corruption", "fog"),
+        ("cost", "--method", "dct"),
+        ("ablation", "--clean", "x"),
+        ("sensitivity", "--rows", "3"),
+    ],
+)
+def test_an_argument_without_a_use_is_refused(words, capsys):
+    with pytest.raises(SystemExit):
+        parsed(*words)
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_lists_are_read(seen, capsys):
+    run("tsne", "--images", "10", "--corruptions", "fog, snow")
+    assert seen[0][2]["corruptions"] == ["fog", "snow"]
+    with pytest.raises(SystemExit):
+        parsed("tsne", "--corruptions", "fog,fog")
+    assert "each once" in capsys.readouterr().err
+
+
+def test_a_folder_without_classes_is_enough_for_some_figures(seen, tmp_path):
+    write_images(tmp_path, ["a.png", "b.png"])
+    run("rollout", "--data", "folder", "--root", str(tmp_path))
+    subject = seen[0][1]
+    assert subject.count == 2 and not subject.labelled and subject.testbed.name == "bundled"
+    assert subject.data.domains[0].key == ("defocus_blur", 5)
+    with pytest.raises(AcclimateError, match="each class needs one"):
+        run("ablation", "--data", "folder", "--root", str(tmp_path))
+    with pytest.raises(AcclimateError, match="images=3"):
+        run("rollout", "--data", "folder", "--root", str(tmp_path), "--images", "3")
+
+
+def test_a_data_set_on_disk_needs_no_more_than_the_figure(seen, tmp_path):
+    """Of ImageNet-C, one corruption, with clean images from elsewhere."""
+    write_images(tmp_path / "imagenet-c", [f"fog/5/n01440764/{i}.JPEG" for i in range(3)], side=224)
+    write_images(tmp_path / "val", [f"n01440764/{i}.JPEG" for i in range(3)], side=300)
+    words = ["rollout", "--model", "vit_tiny_patch16_224", "--data", "imagenet-c", "--root", str(tmp_path / "imagenet-c")]
+    with pytest.MonkeyPatch.context() as patch:
+        import timm
+
+        real = timm.create_model
+        patch.setattr(timm, "create_model", lambda name, **more: real(name, **{**more, "pretrained": False}))
+        run(*words, "--partial", "--corruption", "fog")
+        run(*words, "--partial", "--corruption", "fog", "--clean", str(tmp_path / "val"))
+    without, subject = (call[1] for call in seen)
+    with pytest.raises(AcclimateError, match="imagenet-c has no clean images"):
+        without.batch()
+    assert subject.batch().shape == subject.batch("fog").shape == (3, 3, 224, 224)
+
+
+def test_a_figure_is_saved_and_told(tmp_path, capsys):
+    run("rollout", "--images", "12", "--rows", "2", "--method", "tent", "--out", str(tmp_path))
+    told = capsys.readouterr().out
+    assert "rollout.png" in told and "Over 12 images" in told and "too few images or steps to say" in told
+    assert "holds here" not in told
+    assert {path.suffix for path in tmp_path.glob("rollout.*")} == {".png", ".svg", ".csv", ".json"}
