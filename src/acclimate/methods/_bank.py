@@ -30,8 +30,9 @@ class Bank(nn.Module):
         self.at: Tensor
         self.seen: Tensor
         places = 2 * size - 1 if lagging else size
-        self.register_buffer("features", torch.zeros(places, vit.head.in_features, device=vit.device))
-        self.register_buffer("probabilities", torch.zeros(places, vit.classes, device=vit.device))
+        like = torch.zeros(0, dtype=vit.precise, device=vit.device)
+        self.register_buffer("features", like.new_zeros(places, vit.head.in_features))
+        self.register_buffer("probabilities", like.new_zeros(places, vit.classes))
         self.register_buffer("at", torch.tensor(0))  # where the next entries go
         self.register_buffer("seen", torch.tensor(0))  # samples
         if lagging:

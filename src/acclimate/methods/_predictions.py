@@ -17,7 +17,7 @@ from ..models.view import ViT
 
 def nothing_yet(vit: ViT) -> Tensor:
     """The average before there is any prediction."""
-    return torch.full((vit.classes,), math.nan, device=vit.device)
+    return torch.full((vit.classes,), math.nan, dtype=vit.precise, device=vit.device)
 
 
 def or_uniform(average: Tensor, classes: int) -> Tensor:

@@ -19,7 +19,7 @@ class Window(nn.Module):
         self.seen: Tensor
         zeros = torch.zeros(size, vit.channels, *(vit.image_size or ()), dtype=vit.dtype, device=vit.device)
         self.register_buffer("images", zeros)
-        self.register_buffer("logits", torch.zeros(size, vit.classes, device=vit.device))
+        self.register_buffer("logits", torch.zeros(size, vit.classes, dtype=vit.precise, device=vit.device))
         self.register_buffer("seen", torch.tensor(0))
 
     def with_next(self, image: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, bool]:

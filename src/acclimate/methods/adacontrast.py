@@ -109,7 +109,7 @@ class AdaContrast(Method):
         self.queue_at: Tensor
         noise = F.normalize(torch.randn(self.queue, width, generator=setup.rng), dim=-1)
         labels = torch.randint(vit.classes, (self.queue,), generator=setup.rng)
-        self.register_buffer("queue_features", noise.to(vit.device))
+        self.register_buffer("queue_features", noise.to(vit.device, vit.precise))
         self.register_buffer("queue_labels", labels.to(vit.device))
         self.register_buffer("queue_at", torch.tensor(0))  # where the next entries go
         return self._adapted

@@ -88,7 +88,7 @@ class FOA(Method):
         vit.prompt({0: self.best})
         self.search = CMA(self.best.numel(), self.population, self.sigma).to(vit.device)
         self.average: Tensor  # of what enters the head; NaN until there is one
-        self.register_buffer("average", torch.full((vit.head.in_features,), math.nan, device=vit.device))
+        self.register_buffer("average", torch.full((vit.head.in_features,), math.nan, dtype=vit.precise, device=vit.device))
         return [self.best]
 
     def optimizer(self, batch_size: int) -> None:

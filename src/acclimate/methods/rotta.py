@@ -156,7 +156,8 @@ class RoTTA(Method):
         """One update on the memory: how many samples it holds, and their loss."""
         filled = (self.labels != EMPTY).nonzero()[:, 0]
         images = self.images[filled]
-        weights = torch.sigmoid(-(self.ages()[filled.cpu()] / self.memory)).to(images.device)
+        ages = self.ages()[filled.cpu()].to(engine.vit.precise)
+        weights = torch.sigmoid(-(ages / self.memory)).to(images.device)
         views = self.augmented(images, filled, engine)
         target = self.teacher.predict(engine.ranks.share(images), engine)
         result = engine.gradient(

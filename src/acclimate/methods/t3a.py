@@ -51,7 +51,7 @@ class T3A(Method):
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         shape = (vit.classes, self.supports_per_class)
-        like = torch.zeros(0, dtype=torch.promote_types(vit.dtype, torch.float32), device=vit.device)
+        like = torch.zeros(0, dtype=vit.precise, device=vit.device)
         self.register_buffer("supports", like.new_zeros(*shape, vit.head.in_features))
         self.register_buffer("entropies", like.new_full(shape, math.inf))  # infinite where a place is empty
         return []

@@ -92,6 +92,11 @@ class ViT:
         return self.head.weight.dtype
 
     @property
+    def precise(self) -> torch.dtype:
+        """The type of what is remembered of the outputs: that of the weights, and at least float32."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
     def version(self) -> dict[str, str]:
         """Of the library that the model comes from."""
         package = {"hf": "transformers"}.get(self.family, self.family)

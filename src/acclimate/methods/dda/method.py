@@ -165,7 +165,9 @@ class DDA(Method):
         if isinstance(denoiser, nn.Module):
             denoiser.to(pixels.device)
         size = pixels.shape[-2:] if denoiser.size is None else (denoiser.size, denoiser.size)
-        images = (2 * resized(pixels.float(), size) - 1).clamp(-1, 1)
+        weights = next(denoiser.parameters(), pixels) if isinstance(denoiser, nn.Module) else pixels
+        pixels = pixels.to(torch.promote_types(weights.dtype, torch.float32))
+        images = (2 * resized(pixels, size) - 1).clamp(-1, 1)
 
         def denoise(x: Tensor, steps: Tensor) -> Tensor:
             with engine.autocast():

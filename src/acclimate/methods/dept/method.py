@@ -167,7 +167,7 @@ class DePT(Method):
         self.teacher = Teacher(self._adapted)
         self.memory = Bank(self.bank, vit)
         self.centre: Tensor
-        self.register_buffer("centre", torch.zeros(self.learned.sizes.outputs, device=vit.device))
+        self.register_buffer("centre", torch.zeros(self.learned.sizes.outputs, dtype=vit.precise, device=vit.device))
         return self._adapted
 
     def _sizes(self, setup: Setup) -> Sizes:
