@@ -18,7 +18,7 @@ from acclimate.models.families import view
 from acclimate.models.surgery import tap
 from acclimate.testing import replay
 from acclimate.testing.check import SIZES, tiny_batches, tiny_vit
-from support import GOLDEN
+from support import GOLDEN, assert_exact, double_batches, double_vit
 
 GRID = Layout(tokens=10, rows=3, columns=3, patch=4)
 
@@ -32,7 +32,7 @@ def weights(*shape, seed=0):
 
 def test_maps_are_those_of_the_model(family):
     """With the values and the output projection they give what the model's own attention gave."""
-    model, images = tiny_vit(family), tiny_batches(1)[0]
+    model, images = double_vit(family), double_batches(1)[0]
     vit = view(model)
     modules = [block.attention for block in vit.blocks]
     with torch.no_grad(), tap(modules) as seen:
@@ -40,13 +40,13 @@ def test_maps_are_those_of_the_model(family):
     before = dict(model.named_modules())
     for i, attention in attention_maps(model, images):
         assert attention.shape == (len(images), SIZES.heads, 17, 17)
-        torch.testing.assert_close(attention.sum(-1), torch.ones(attention.shape[:-1]))
+        assert_exact(attention.sum(-1), torch.ones(attention.shape[:-1], dtype=torch.float64))
         opened = vit.blocks[i].open_attention(modules[i], SIZES.heads)
         with torch.no_grad():
             tokens = seen[modules[i]].entered
             out, theirs = opened.merge(attention @ opened.project(tokens)[2], tokens), seen[modules[i]].left
         out, theirs = (x[0] if isinstance(x, tuple) else x for x in (out, theirs))
-        torch.testing.assert_close(out, theirs, atol=1e-5, rtol=1e-5)
+        assert_exact(out, theirs)
     assert i == SIZES.depth - 1
     assert dict(model.named_modules()) == before and not any(m._forward_pre_hooks for m in before.values())
     with torch.no_grad():
@@ -54,7 +54,7 @@ def test_maps_are_those_of_the_model(family):
 
 
 def test_of_an_adapter_conditioners_and_all_rows_of_the_last_block(family):
-    adapter, batches = acclimate.adapt(tiny_vit(family), "dct"), tiny_batches(2)
+    adapter, batches = acclimate.adapt(double_vit(family), "dct"), double_batches(2)
     adapter(batches[0])
     state = {name: t.clone() for name, t in adapter.state_dict().items()}
     maps = dict(attention_maps(adapter, batches[1]))
@@ -68,15 +68,15 @@ def test_of_an_adapter_conditioners_and_all_rows_of_the_last_block(family):
         tokens = seen[last].entered
         short = last.merge((maps[SIZES.depth - 1] @ last.project(tokens)[2])[:, :, :1], tokens[:, :1])
     first = [x[0] if isinstance(x, tuple) else x for x in (short, seen[last].left)]
-    torch.testing.assert_close(*first, atol=1e-5, rtol=1e-5)
+    assert_exact(*first)
 
 
 def test_the_conditioner_takes_its_share_from_the_others():
-    model, images = tiny_vit(), tiny_batches(1)[0]
+    model, images = double_vit(), double_batches(1)[0]
     (_, plain), *_ = attention_maps(model, images)
     (_, conditioned), *_ = attention_maps(acclimate.adapt(model, "dct"), images)
     without = conditioned[..., :-1] / conditioned[..., :-1].sum(-1, keepdim=True)
-    torch.testing.assert_close(without, plain)
+    assert_exact(without, plain)
     assert conditioned[..., -1].min() > 0
 
 
@@ -96,33 +96,33 @@ def test_a_method_that_predicts_with_a_teacher_shows_the_teacher():
 
 
 def test_a_compiled_adapter_is_seen_too():
-    images = tiny_batches(1)[0]
-    plain, compiled = (acclimate.adapt(tiny_vit(), "dct", compile=how) for how in (False, "eager"))
+    images = double_batches(1)[0]
+    plain, compiled = (acclimate.adapt(double_vit(), "dct", compile=how) for how in (False, "eager"))
     with compiled.frozen():
         compiled(images)
     for (_, a), (_, b) in zip(attention_maps(plain, images), attention_maps(compiled, images)):
-        torch.testing.assert_close(a, b)
+        assert_exact(a, b)
 
 
 def test_prompts_and_registers_are_not_taken_for_patches():
     model = VisionTransformer(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=2, num_classes=10, reg_tokens=4)
-    images = tiny_batches(1)[0]
+    model, images = model.double(), double_batches(1)[0]
     layout = Layout.of(model, images)
     assert layout == Layout(tokens=21, rows=4, columns=4, patch=8)
     adapter = acclimate.adapt(model, "source")
     vit = adapter.engine.vit
     vit.restore()
-    vit.prompt({1: nn.Parameter(torch.randn(5, 32))})
+    vit.prompt({1: nn.Parameter(torch.randn(5, 32).double())})
     vit.shorten()
     maps = [attention for _, attention in attention_maps(adapter, images)]
     assert [m.shape[2:] for m in maps] == [(21, 21), (26, 26), (26, 26)]
     seen = [reach(attention, layout) for attention in maps]
-    assert torch.equal(seen[0].on_added, torch.zeros(len(images), 2))
-    torch.testing.assert_close(seen[1].on_added, maps[1][:, :, 10:, 1:6].sum(-1).mean(-1))
-    torch.testing.assert_close(seen[1].on_patches, maps[1][:, :, 10:, 10:].sum(-1).mean(-1))
+    assert torch.equal(seen[0].on_added, torch.zeros(len(images), 2, dtype=torch.float64))
+    assert_exact(seen[1].on_added, maps[1][:, :, 10:, 1:6].sum(-1).mean(-1))
+    assert_exact(seen[1].on_patches, maps[1][:, :, 10:, 10:].sum(-1).mean(-1))
     rolled = list(rollouts(maps, layout))
     assert rolled[-1].shape == (len(images), 21, 21)
-    torch.testing.assert_close(rolled[-1].sum(-1), torch.ones(len(images), 21))
+    assert_exact(rolled[-1].sum(-1), torch.ones(len(images), 21, dtype=torch.float64))
 
 
 def test_parts_are_small_and_complete(model):

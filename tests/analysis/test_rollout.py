@@ -13,6 +13,7 @@ from acclimate.analysis import rollout
 from acclimate.analysis.intervals import Adaptation
 from acclimate.analysis.rollout import CASES
 from acclimate.errors import ConfigError
+from support import assert_exact
 
 MANY = Adaptation(8, 0.01)
 COUNT = 12
@@ -20,21 +21,21 @@ COUNT = 12
 
 def test_rollout_of_every_image_sums_to_one(family, monkeypatch):
     subject = tiny_subject(family=family)
-    maps = rollout.rolled_out(subject.model, subject.batch())
+    model, images = subject.model.double(), subject.batch().double()
+    maps = rollout.rolled_out(model, images)
     assert maps.shape == (6, 4, 4) and maps.dtype is torch.float64
-    torch.testing.assert_close(maps.sum((1, 2)), torch.ones(6, dtype=torch.float64))
+    assert_exact(maps.sum((1, 2)), [1.0] * 6)
     monkeypatch.setattr(rollout, "in_parts", lambda model, images: images.split(4))
-    torch.testing.assert_close(rollout.rolled_out(subject.model, subject.batch()), maps)
+    assert_exact(rollout.rolled_out(model, images), maps)
 
 
 def test_correlation():
     a = torch.rand(3, 4, 4, dtype=torch.float64)
-    close = torch.testing.assert_close
-    close(rollout.correlation(a, 2 * a + 1), torch.ones(3, dtype=torch.float64))
-    close(rollout.correlation(a, -a), -torch.ones(3, dtype=torch.float64))
-    assert rollout.correlation(a, torch.ones_like(a)).abs().max() < 1e-6
+    assert_exact(rollout.correlation(a, 2 * a + 1), [1.0] * 3)
+    assert_exact(rollout.correlation(a, -a), [-1.0] * 3)
+    assert_exact(rollout.correlation(a, torch.ones_like(a)), [0.0] * 3)
     expected = [np.corrcoef(x.flatten(), y.flatten())[0, 1] for x, y in zip(a, a.flip(0))]
-    close(rollout.correlation(a, a.flip(0)), torch.tensor(expected))
+    assert_exact(rollout.correlation(a, a.flip(0)), expected)
 
 
 def maps_and_pixels(black):

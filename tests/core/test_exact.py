@@ -11,7 +11,7 @@ from torch import nn
 
 import acclimate
 from acclimate.core.engine import entropy
-from acclimate.testing.check import tiny_batches, tiny_vit
+from support import assert_exact, double_batches, double_vit
 
 
 class ExplicitAttention(nn.Module):
@@ -20,7 +20,7 @@ class ExplicitAttention(nn.Module):
     def __init__(self, inner, conditioner):
         super().__init__()
         self.inner = inner
-        self.generator = nn.Linear(32, 96)
+        self.generator = nn.Linear(32, 96, dtype=torch.float64)
         with torch.no_grad():
             self.generator.weight.copy_(torch.cat([conditioner.weights[part] for part in "qkv"]))
             self.generator.bias.copy_(torch.cat([conditioner.biases[part] for part in "qkv"]))
@@ -34,7 +34,7 @@ class ExplicitAttention(nn.Module):
 
 def straightforward(conditioners, batches, margin, lr, lr_generator):
     """Whole batch, autograd on everything, two full passes per step, no step without a reliable sample."""
-    model = tiny_vit()
+    model = double_vit()
     for i, conditioner in conditioners.items():
         model.blocks[int(i)].attn = ExplicitAttention(model.blocks[int(i)].attn, conditioner)
     adapted = {n: p for n, p in model.named_parameters() if n.startswith(("blocks.0", "blocks.1", "blocks.2"))}
@@ -79,17 +79,17 @@ def straightforward(conditioners, batches, margin, lr, lr_generator):
     seed=st.integers(0, 4),
 )
 def test_steps_equal_the_straightforward_form(size, micro_batch, margin, seed):
-    batches = tiny_batches(3, size, seed)
+    batches = double_batches(3, size, seed)
     model = acclimate.adapt(
-        tiny_vit(), "dct", lr=0.01, lr_generator=0.02, margin=margin, recovery=0.0, micro_batch=micro_batch
+        double_vit(), "dct", lr=0.01, lr_generator=0.02, margin=margin, recovery=0.0, micro_batch=micro_batch
     )
     conditioners = dict(model.method.generators.items())
     outputs, norms, generators = straightforward(conditioners, batches, margin, 0.01, 0.02)
     for images, expected in zip(batches, outputs):
-        torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-5)
+        assert_exact(model(images), expected)
     for name, p in norms.items():
-        torch.testing.assert_close(model.engine.adapted.named[f"model/{name}"], p, atol=1e-5, rtol=0)
+        assert_exact(model.engine.adapted.named[f"model/{name}"], p)
     for name, p in generators.items():
         conditioner = conditioners[name.split(".")[1]]
         parts = conditioner.weights if name.endswith("weight") else conditioner.biases
-        torch.testing.assert_close(torch.cat([parts[part] for part in "qkv"]), p, atol=1e-5, rtol=0)
+        assert_exact(torch.cat([parts[part] for part in "qkv"]), p)

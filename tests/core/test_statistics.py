@@ -18,8 +18,10 @@ from acclimate.data import bundled
 from acclimate.errors import ConfigError, InputError, ModelError, StateError
 from acclimate.models.families import view
 from acclimate.testing.check import tiny_batches, tiny_vit
+from support import assert_exact, double_vit
 
 IMAGES = torch.cat(tiny_batches(2, size=7, seed=3))
+DOUBLE = IMAGES.double()
 
 
 @pytest.fixture(scope="module")
@@ -27,60 +29,65 @@ def statistics():
     return source_statistics(tiny_vit(), IMAGES, batch_size=5)
 
 
-def test_fisher_is_the_mean_of_squared_gradients_of_batch_means(statistics):
-    model = tiny_vit()
+@pytest.fixture(scope="module")
+def exact():
+    return source_statistics(double_vit(), IMAGES, batch_size=5)
+
+
+def test_fisher_is_the_mean_of_squared_gradients_of_batch_means(exact):
+    model = double_vit()
     norms = {name: p for name, p in model.named_parameters() if "norm" in name}
     expected = {name: torch.zeros_like(p) for name, p in norms.items()}
-    for batch in IMAGES.split(5):
+    for batch in DOUBLE.split(5):
         logits = model(batch)
         gradients = torch.autograd.grad(F.cross_entropy(logits, logits.argmax(-1)), list(norms.values()))
         for name, gradient in zip(norms, gradients):
             expected[name] += gradient**2 / 3
-    assert statistics.of("fisher").keys() == expected.keys()
-    for name, values in statistics.of("fisher").items():
-        torch.testing.assert_close(values, expected[name], atol=1e-7, rtol=1e-4)
+    assert exact.of("fisher").keys() == expected.keys()
+    for name, values in exact.of("fisher").items():
+        assert_exact(values, expected[name], name)
 
 
 def test_moments_and_class_means_of_squashed_features():
-    model = tiny_vit()
+    model = double_vit()
     labels = torch.arange(14) % 3
     found = source_statistics(model, IMAGES, labels=labels, kinds=["features"], batch_size=4).of("features")
     with torch.no_grad():
-        features = model.forward_head(model.forward_features(IMAGES), pre_logits=True)
+        features = model.forward_head(model.forward_features(DOUBLE), pre_logits=True)
         hidden = F.layer_norm(features, (32,), eps=1e-5).tanh()
     centred = hidden - hidden.mean(0)
-    torch.testing.assert_close(found["mean"], hidden.mean(0), atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(found["moment2"], (centred**2).mean(0), atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(found["moment3"], (centred**3).mean(0), atol=1e-6, rtol=1e-5)
+    assert_exact(found["mean"], hidden.mean(0))
+    assert_exact(found["moment2"], (centred**2).mean(0))
+    assert_exact(found["moment3"], (centred**3).mean(0))
     assert found["class_counts"].tolist() == [5, 5, 4, *[0] * 7]
-    torch.testing.assert_close(found["class_means"][1], hidden[labels == 1].mean(0), atol=1e-6, rtol=1e-5)
+    assert_exact(found["class_means"][1], hidden[labels == 1].mean(0))
     assert not found["class_means"][3:].any()
 
 
 def test_class_tokens_are_those_of_the_next_norm(family):
-    model = tiny_vit(family)
+    model = double_vit(family)
     found = source_statistics(model, IMAGES, kinds=["class_tokens"], batch_size=5).of("class_tokens")
     vit = view(model)
     entered = []
     hooks = [b.module.register_forward_pre_hook(lambda m, args: entered.append(args[0][:, 0])) for b in vit.blocks]
     with torch.no_grad():
-        last, _ = vit.features(IMAGES)
+        last, _ = vit.features(DOUBLE)
         tokens = torch.cat([*(block.norm1(x) for block, x in zip(vit.blocks[1:], entered[1:])), last], dim=1)
     for hook in hooks:
         hook.remove()
-    torch.testing.assert_close(found["mean"], tokens.mean(0), atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(found["std"], tokens.std(0), atol=1e-5, rtol=1e-4)
+    assert_exact(found["mean"], tokens.mean(0))
+    assert_exact(found["std"], tokens.std(0))
     one = source_statistics(model, IMAGES[:1], kinds=["class_tokens"]).of("class_tokens")
     assert not one["std"].any() and one["mean"].isfinite().all()
 
 
-def test_a_loader_is_grouped_anew_and_cut(statistics):
+def test_a_loader_is_grouped_anew_and_cut(exact):
     """Whatever its batches, with or without labels, and whatever else its tuples hold."""
     loader = [(IMAGES[:3], torch.zeros(3, dtype=torch.int64), "more"), IMAGES[3:], IMAGES]
-    again = source_statistics(tiny_vit(), loader, batch_size=5, samples=14)
-    assert again.about == statistics.about == {"samples": 14, "batch_size": 5, "labels": "predicted"}
-    for name, tensor in statistics.tensors.items():
-        torch.testing.assert_close(again.tensors[name], tensor, atol=1e-7, rtol=1e-4)
+    again = source_statistics(double_vit(), loader, batch_size=5, samples=14)
+    assert again.about == exact.about == {"samples": 14, "batch_size": 5, "labels": "predicted"}
+    for name, tensor in exact.tensors.items():
+        assert_exact(again.tensors[name], tensor, name)
 
 
 def test_the_model_is_left_as_it_was(family):

@@ -12,12 +12,17 @@ import acclimate
 from acclimate.core.statistics import source_statistics
 from acclimate.errors import ConfigError, NonFiniteError
 from acclimate.testing.check import tiny_batches, tiny_vit
+from support import SINGLE, assert_exact, double_batches, double_vit
 
 
 @pytest.fixture(scope="module")
 def statistics():
-    """Of ten classes, of which the last four have no image."""
-    return source_statistics(tiny_vit(), torch.cat(tiny_batches(4, seed=3)), labels=torch.arange(24) % 6, kinds=["features"])
+    return made_with(tiny_vit())
+
+
+def made_with(model):
+    """Statistics of ten classes, of which the last four have no image."""
+    return source_statistics(model, torch.cat(tiny_batches(4, seed=3)), labels=torch.arange(24) % 6, kinds=["features"])
 
 
 def whole_batch_loss(features, labels, source, moments=3, weights=(1.0, 1.0)):
@@ -43,18 +48,18 @@ def whole_batch_loss(features, labels, source, moments=3, weights=(1.0, 1.0)):
         ({"classes": [9, 7, 8]}, 4),  # none of which the source has
     ],
 )
-def test_steps_are_those_of_the_paper(options, size, statistics):
+def test_steps_are_those_of_the_paper(options, size):
     """Against autograd on the whole batch, although ours cuts it."""
     options = {"micro_batch": 2, **options}
-    plain = tiny_vit()
+    plain, statistics = double_vit(), made_with(double_vit())
     norms = [p for n, p in plain.named_parameters() if "norm" in n]
     optimizer = torch.optim.SGD(norms, lr=0.01, momentum=0.9)
-    model = acclimate.adapt(tiny_vit(), "cfa", source_statistics=statistics, lr=0.01, **options)
+    model = acclimate.adapt(double_vit(), "cfa", source_statistics=statistics, lr=0.01, **options)
     source = statistics.of("features")
     columns = options.get("classes", list(range(10)))
     source |= {name: source[name][columns] for name in ("class_means", "class_counts")}
     weights = options.get("moment_weight", 1.0), options.get("class_weight", 1.0)
-    for images in tiny_batches(4, size=size):
+    for images in double_batches(4, size=size):
         features = plain.forward_head(plain.forward_features(images), pre_logits=True)
         logits = plain.head(features)[:, columns]
         loss = whole_batch_loss(features, logits.argmax(-1), source, options.get("moments", 3), weights)
@@ -62,21 +67,21 @@ def test_steps_are_those_of_the_paper(options, size, statistics):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(norms, options.get("clip", 1.0))
         optimizer.step()
-        torch.testing.assert_close(model(images), logits.detach(), atol=1e-4, rtol=1e-4)
+        assert_exact(model(images), logits)
         assert model.record.used == size
-        assert model.record.loss == pytest.approx(loss.item(), abs=1e-5)
+        assert_exact(model.record.loss, loss)
     for ours, theirs in zip(model.engine.adapted.tensors, norms):
-        torch.testing.assert_close(ours.detach(), theirs.detach(), atol=2e-5, rtol=1e-5)
+        assert_exact(ours, theirs)
 
 
 def test_the_source_itself_leaves_nothing_to_align():
     """A batch that is the source, with its own predictions as labels, is at distance 0; another one comes nearer."""
     images = tiny_batches(1)[0]
-    source = source_statistics(tiny_vit(), images, kinds=["features"])
-    model = acclimate.adapt(tiny_vit(), "cfa", source_statistics=source)
+    source = source_statistics(double_vit(), images, kinds=["features"])
+    model = acclimate.adapt(double_vit(), "cfa", source_statistics=source)
     model(images)
-    assert model.record.loss == pytest.approx(0, abs=1e-6)
-    aligned = acclimate.adapt(tiny_vit(), "cfa", source_statistics=source, lr=0.002)
+    assert model.record.loss < 32**0.5 * SINGLE  # each of a source's 32 means is rounded to float32
+    aligned = acclimate.adapt(double_vit(), "cfa", source_statistics=source, lr=0.002)
     losses = []
     for _ in range(8):
         aligned(tiny_batches(1, seed=8)[0])

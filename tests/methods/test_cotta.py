@@ -11,17 +11,18 @@ import acclimate
 from acclimate.errors import ConfigError
 from acclimate.methods.cotta import bernoulli_positions
 from acclimate.testing.check import tiny_batches, tiny_vit
+from support import EXACT, assert_exact, double_batches, double_vit
 
 HOW = dict(mean=0.5, std=0.5)
 
 
-def test_two_steps_by_hand(batches):
+def test_two_steps_by_hand():
     """Teacher, student and their average, with whole copies of the model."""
-    student = tiny_vit()
+    batches, student = double_batches(), double_vit()
     teacher = copy.deepcopy(student)
     names = [n for n, _ in student.named_parameters() if n.endswith((".weight", ".bias"))]
     optimizer = torch.optim.SGD([student.get_parameter(n) for n in names], lr=0.01, momentum=0.9)
-    model = acclimate.adapt(tiny_vit(), "cotta", lr=0.01, teacher_momentum=0.8, restore=0, **HOW)
+    model = acclimate.adapt(double_vit(), "cotta", lr=0.01, teacher_momentum=0.8, restore=0, **HOW)
     assert {n.removeprefix("model/") for n in model.engine.adapted.named} == set(names)
     for images in batches[:2]:
         p, q = student(images).softmax(-1), teacher(images).softmax(-1).detach()
@@ -33,24 +34,24 @@ def test_two_steps_by_hand(batches):
         with torch.no_grad():
             for n in names:
                 teacher.get_parameter(n).mul_(0.8).add_(student.get_parameter(n), alpha=0.2)
-        torch.testing.assert_close(model(images), expected, atol=1e-4, rtol=1e-4)
-        assert model.record.loss == pytest.approx(loss.item(), abs=1e-4)
+        assert_exact(model(images), expected)
+        assert_exact(model.record.loss, loss)
     with model.frozen(), torch.no_grad():  # predicts as the teacher does
-        torch.testing.assert_close(model(batches[2]), teacher(batches[2]), atol=1e-4, rtol=1e-4)
+        assert_exact(model(batches[2]), teacher(batches[2]))
 
 
 def test_views_are_averaged_where_the_source_is_unsure(batches):
-    model = acclimate.adapt(tiny_vit(), "cotta", threshold=1, views=3, **HOW)
+    model = acclimate.adapt(double_vit(), "cotta", threshold=1, views=3, **HOW)
     seen = []
     draw = model.method.view
     model.method.view = lambda *a: seen.append(draw(*a)) or seen[-1]
     logits = model(batches[0])
     assert len(seen) == 3 and not torch.equal(seen[0], seen[1])
     with torch.no_grad():
-        expected = torch.stack([tiny_vit()(view) for view in seen]).mean(0)
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+        expected = torch.stack([double_vit()(view) for view in seen]).mean(0)
+    assert_exact(logits, expected)
     for view in seen:  # of pixels from 0 to 1
-        assert view.min() >= -1 - 1e-6 and view.max() <= 1 + 1e-6
+        assert view.min() >= -1 - EXACT and view.max() <= 1 + EXACT
 
 
 def test_predict_after_is_the_teacher_after_the_update(batches):

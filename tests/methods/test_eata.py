@@ -13,26 +13,31 @@ from acclimate.core.engine import entropy
 from acclimate.core.statistics import source_statistics
 from acclimate.errors import ConfigError
 from acclimate.testing.check import tiny_batches, tiny_vit
+from support import EXACT, assert_exact, double_batches, double_vit
 
 MARGIN, REDUNDANCY = 1.0, 0.6
 
 
 @pytest.fixture(scope="module")
 def statistics():
-    return source_statistics(tiny_vit(), torch.cat(tiny_batches(2, seed=3)), kinds=["fisher"], batch_size=6)
+    return made_with(tiny_vit())
+
+
+def made_with(model):
+    return source_statistics(model, torch.cat(tiny_batches(2, seed=3)), kinds=["fisher"], batch_size=6)
 
 
 @pytest.mark.parametrize("method", ["eta", "eata"])
-def test_steps_are_those_of_the_paper(method, statistics):
+def test_steps_are_those_of_the_paper(method):
     """Against the whole-batch form, with samples of all kinds: unreliable, redundant and learned from."""
-    plain = tiny_vit()
+    plain, statistics = double_vit(), made_with(double_vit())
     norms = {n: p for n, p in plain.named_parameters() if "norm" in n}
     anchor = {n: p.detach().clone() for n, p in norms.items()}
     optimizer = torch.optim.SGD(norms.values(), lr=0.01, momentum=0.9)
     options = {"source_statistics": statistics, "fisher_weight": 50.0} if method == "eata" else {}
-    model = acclimate.adapt(tiny_vit(), method, lr=0.01, margin=MARGIN, redundancy=REDUNDANCY, **options)
+    model = acclimate.adapt(double_vit(), method, lr=0.01, margin=MARGIN, redundancy=REDUNDANCY, **options)
     average, redundant = None, 0
-    for images in tiny_batches(6, size=8):
+    for images in double_batches(6, size=8):
         logits = plain(images)
         h, p = entropy(logits), logits.detach().softmax(-1)
         kept = h < MARGIN
@@ -50,29 +55,29 @@ def test_steps_are_those_of_the_paper(method, statistics):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        torch.testing.assert_close(model(images), logits.detach(), atol=1e-4, rtol=1e-4)
+        assert_exact(model(images), logits)
         assert model.record.used == used
-        assert model.record.loss == (pytest.approx(loss.item(), abs=1e-4) if used else None)
-        torch.testing.assert_close(model.method.average, average, atol=1e-5, rtol=1e-5)
+        assert model.record.loss == (pytest.approx(loss.item(), rel=EXACT) if used else None)
+        assert_exact(model.method.average, average)
     assert redundant
     for ours, theirs in zip(model.engine.adapted.tensors, norms.values()):
-        torch.testing.assert_close(ours.detach(), theirs.detach(), atol=1e-5, rtol=1e-5)
+        assert_exact(ours, theirs)
 
 
-def test_the_anchor_holds(statistics, batches):
-    drifts = {}
+def test_the_anchor_holds(batches):
+    drifts, statistics = {}, made_with(double_vit())
     for weight in (0.0, 100.0):
         model = acclimate.adapt(
-            tiny_vit(), "eata", source_statistics=statistics, lr=0.01, margin=5.0, redundancy=2.0, fisher_weight=weight
+            double_vit(), "eata", source_statistics=statistics, lr=0.01, margin=5.0, redundancy=2.0, fisher_weight=weight
         )
         for images in batches:
             model(images)
         drifts[weight] = model.record.drift
     assert drifts[100.0] < 0.9 * drifts[0.0]
-    plain = acclimate.adapt(tiny_vit(), "eta", lr=0.01, margin=5.0, redundancy=2.0)
+    plain = acclimate.adapt(double_vit(), "eta", lr=0.01, margin=5.0, redundancy=2.0)
     for images in batches:
         plain(images)
-    assert plain.record.drift == pytest.approx(drifts[0.0], rel=1e-5)
+    assert_exact(plain.record.drift, drifts[0.0])
 
 
 def test_nothing_moves_when_nothing_is_selected(batches):
@@ -104,11 +109,11 @@ def test_fewer_classes(batches):
     """The margin counts the target's classes, or as in the released code those of the head; the average has the target's."""
     classes = [1, 2, 5]
     for reference, count in ((False, 3), (True, 10)):
-        model = acclimate.adapt(tiny_vit(), "eta", classes=classes, reference=reference, redundancy=2.0)
+        model = acclimate.adapt(double_vit(), "eta", classes=classes, reference=reference, redundancy=2.0)
         for images in batches:
             logits = model(images)
             assert model.record.used == int((entropy(logits) < 0.4 * math.log(count)).sum())
-        assert float(model.method.average[:3].sum()) == pytest.approx(1, abs=1e-5)
+        assert_exact(model.method.average[:3].sum(), 1.0)
         assert model.method.average[3:].isnan().all()
 
 

@@ -15,35 +15,36 @@ from acclimate.errors import ConfigError, InputError
 from acclimate.methods.cmf import CMF
 from acclimate.methods.roid import soft_likelihood_ratio
 from acclimate.testing.check import CHECKS, Case, tiny_batches, tiny_vit
+from support import assert_exact, double_batches, double_vit
 
 HOW = dict(mean=0.5, std=0.5)
 
 
 def test_soft_likelihood_ratio():
-    p = torch.tensor([[0.7, 0.2, 0.1]])
+    p = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64)
     expected = -(0.7 * math.log(0.7 / 0.3 + 1e-5) + 0.2 * math.log(0.25 + 1e-5) + 0.1 * math.log(1 / 9 + 1e-5))
-    assert float(soft_likelihood_ratio(p.log())) == pytest.approx(expected, abs=1e-5)
+    assert_exact(soft_likelihood_ratio(p.log()), [expected])
     sure = torch.tensor([[50.0, 0.0, 0.0]], requires_grad=True)
     loss = soft_likelihood_ratio(sure)
     assert float(loss.detach()) == pytest.approx(-0.99 * math.log(99), abs=1e-3)
     assert torch.autograd.grad(loss.sum(), sure)[0].isfinite().all()
 
 
-def test_a_step_by_hand(batches):
+def test_a_step_by_hand():
     """On the whole batch at once, with the view that the method drew."""
-    images = batches[0]
-    model = acclimate.adapt(tiny_vit(), "roid", lr=0.01, source_momentum=0.9, **HOW)
+    images = double_batches()[0]
+    model = acclimate.adapt(double_vit(), "roid", lr=0.01, source_momentum=0.9, **HOW)
     seen, draw = [], model.method.augmented
     model.method.augmented = lambda *a: seen.append((a[1], draw(*a))) or seen[-1][1]
     logits = model(images)
     ((kept, views),) = seen
 
-    plain = tiny_vit()
+    plain = double_vit()
     norms = [p for n, p in plain.named_parameters() if "norm" in n]
     source = [p.detach().clone() for p in norms]
     z = plain(images)
     p = z.softmax(-1).detach()
-    diversity = 1 - F.cosine_similarity(torch.full((1, 10), 0.1), p)
+    diversity = 1 - F.cosine_similarity(torch.full_like(p[:1], 0.1), p)
     diversity = (diversity - diversity.min()) / (diversity.max() - diversity.min())
     h = entropy(z.detach())
     certainty = (h.max() - h) / (h.max() - h.min())
@@ -55,24 +56,26 @@ def test_a_step_by_hand(batches):
     optimizer = torch.optim.SGD(norms, lr=0.01, momentum=0.9, nesterov=True)
     loss.backward()
     optimizer.step()
-    assert model.record.loss == pytest.approx(loss.item(), abs=1e-4) and model.record.used == int(kept.sum())
+    assert_exact(model.record.loss, loss)
+    assert model.record.used == int(kept.sum())
     for mine, theirs, start in zip(model.engine.adapted.tensors, norms, source):
-        torch.testing.assert_close(mine.detach(), 0.9 * theirs.detach() + 0.1 * start, atol=1e-5, rtol=1e-4)
+        assert_exact(mine, 0.9 * theirs + 0.1 * start)
 
     mean = p.mean(0)
     s = max(1 / 6, 1 / 10) / mean.max()
     prior = (mean + s) / (1 + 10 * s)
-    assert float(prior.sum()) == pytest.approx(1, abs=1e-5)
-    torch.testing.assert_close(logits.softmax(-1), F.normalize(p * prior, p=1, dim=-1), atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(model.method.average, 0.9 * 0.1 + 0.1 * mean, atol=1e-5, rtol=1e-4)
+    assert_exact(prior.sum(), 1.0)
+    assert_exact(logits.softmax(-1), F.normalize(p * prior, p=1, dim=-1))
+    assert_exact(model.method.average, 0.9 * 0.1 + 0.1 * mean)
 
 
-def test_the_reference_multiplies_the_logits(batches):
-    logits = acclimate.adapt(tiny_vit(), "roid", reference=True, **HOW)(batches[0])
+def test_the_reference_multiplies_the_logits():
+    images = double_batches()[0]
+    logits = acclimate.adapt(double_vit(), "roid", reference=True, **HOW)(images)
     with torch.no_grad():
-        z = tiny_vit()(batches[0])
+        z = double_vit()(images)
     ratio = logits / z
-    torch.testing.assert_close(ratio, ratio[:1].expand_as(ratio), atol=1e-3, rtol=1e-3)
+    assert_exact(ratio, ratio[:1].expand_as(ratio))
 
 
 @pytest.mark.parametrize("method", ["roid", "cmf"])
@@ -94,16 +97,16 @@ def test_the_reference_divides_by_the_size_of_the_first_batch(method, tmp_path):
 @pytest.mark.parametrize("method", ["roid", "cmf"])
 def test_a_window_learns_from_single_images_as_from_a_batch(method):
     first, second = tiny_batches(2)
-    whole = acclimate.adapt(tiny_vit(), method, lr=0.01, **HOW)
-    single = acclimate.adapt(tiny_vit(), method, lr=0.01, window=len(first), **HOW)
+    whole = acclimate.adapt(double_vit(), method, lr=0.01, **HOW)
+    single = acclimate.adapt(double_vit(), method, lr=0.01, window=len(first), **HOW)
     for batch in (first, second):
         expected = whole(batch)
         outputs = [single(image[None]) for image in batch]
         # the last image knows the whole window's frequencies; those before it only what came before
-        torch.testing.assert_close(outputs[-1], expected[-1:], atol=1e-5, rtol=1e-4)
+        assert_exact(outputs[-1], expected[-1:])
         assert single.record.used == whole.record.used > 0
         for mine, theirs in zip(single.engine.adapted.tensors, whole.engine.adapted.tensors):
-            torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-5)
+            assert_exact(mine, theirs)
     assert single.record.step == 2 * len(first)
 
 
@@ -143,28 +146,29 @@ def test_equal_images(batches):
 
 
 def test_class_subset(batches):
-    model = acclimate.adapt(tiny_vit(), "roid", classes=[0, 3, 9], lr=0.01, **HOW)
+    model = acclimate.adapt(double_vit(), "roid", classes=[0, 3, 9], lr=0.01, **HOW)
     for images in batches:
         assert model(images).shape == (6, 3)
-    assert model.method.average[:3].sum() == pytest.approx(1, abs=1e-5) and model.method.average[3:].isnan().all()
+    assert_exact(model.method.average[:3].sum(), 1.0)
+    assert model.method.average[3:].isnan().all()
 
 
 def test_filter_by_hand(batches):
     options = dict(lr=0.02, alpha=0.9, gamma=0.8, q=3.0)
-    model = acclimate.adapt(tiny_vit(), "cmf", **options, **HOW)
-    plain = acclimate.adapt(tiny_vit(), "roid", lr=0.02, source_momentum=1, **HOW)
+    model = acclimate.adapt(double_vit(), "cmf", **options, **HOW)
+    plain = acclimate.adapt(double_vit(), "roid", lr=0.02, source_momentum=1, **HOW)
     count = sum(p.numel() for p in model.engine.adapted.tensors)
     q = 3.0 * count / 38_400
     model(batches[0])
     plain(batches[0])
     gain = (1 - q) / (q + 1 - q)
-    assert float(model.method.variance) == pytest.approx(gain * q)
+    assert_exact(model.method.variance, gain * q)
     for mine, hidden, updated, source in zip(
         model.engine.adapted.tensors, model.method.hidden.weights, plain.engine.adapted.tensors, model.engine.adapted.source
     ):
         expected = gain * source + (1 - gain) * updated
-        torch.testing.assert_close(hidden, expected.detach(), atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(mine, 0.8 * updated + 0.2 * expected, atol=1e-6, rtol=1e-5)
+        assert_exact(hidden, expected)
+        assert_exact(mine, 0.8 * updated + 0.2 * expected)
 
 
 def test_the_gain_has_limits():

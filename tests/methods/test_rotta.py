@@ -13,6 +13,7 @@ import acclimate
 from acclimate.errors import ConfigError, ModelError, NonFiniteError
 from acclimate.methods.rotta import EMPTY
 from acclimate.testing.check import tiny_batches, tiny_vit
+from support import assert_exact, double_batches, double_vit
 
 HOW = dict(mean=0.5, std=0.5)
 
@@ -48,8 +49,8 @@ def test_a_new_class_takes_from_the_largest():
 def test_score():
     method = memory(8)
     method.lambda_t, method.lambda_u = 2.0, 3.0
-    score = method.score(torch.tensor([0.0, 8.0]), torch.tensor([0.0, math.log(10)]), 10)
-    torch.testing.assert_close(score, torch.tensor([1.0, 2 / (1 + math.exp(-1)) + 3]))
+    ages, entropies = torch.tensor([[0.0, 8.0], [0.0, math.log(10)]], dtype=torch.float64)
+    assert_exact(method.score(ages, entropies, 10), [1.0, 2 / (1 + math.exp(-1)) + 3])
 
 
 def test_more_classes_than_places():
@@ -61,34 +62,35 @@ def test_more_classes_than_places():
     assert len(set(held)) == len(held) <= 4
 
 
-def test_an_update_by_hand(batches):
-    images = batches[0]
-    model = acclimate.adapt(tiny_vit(), "rotta", lr=0.01, nu=0.3, memory=60, every=6, **HOW)
+def test_an_update_by_hand():
+    images = double_batches()[0]
+    model = acclimate.adapt(double_vit(), "rotta", lr=0.01, nu=0.3, memory=60, every=6, **HOW)
     seen, draw = [], model.method.augmented
     model.method.augmented = lambda *a: seen.append((a[1], draw(*a))) or seen[-1][1]
-    plain, teacher = tiny_vit(), tiny_vit()
-    torch.testing.assert_close(model(images), plain(images).detach(), atol=1e-5, rtol=1e-5)
+    plain, teacher = double_vit(), double_vit()
+    assert_exact(model(images), plain(images))
     ((places, views),) = seen
     assert places.tolist() == list(range(6))
     norms = [n for n, _ in plain.named_parameters() if "norm" in n]
     optimizer = torch.optim.Adam([plain.get_parameter(n) for n in norms], lr=0.01)
-    ages = torch.arange(6, 0, -1) / 60
+    ages = torch.arange(6, 0, -1).double() / 60
     weights = (-ages).exp() / (1 + (-ages).exp())
     loss = -(weights * (teacher(images).softmax(-1).detach() * plain(views).log_softmax(-1)).sum(-1)).mean()
     loss.backward()
     optimizer.step()
-    assert model.record.loss == pytest.approx(loss.item(), abs=1e-4) and model.record.used == 6
+    assert_exact(model.record.loss, loss)
+    assert model.record.used == 6
     for n, average in zip(norms, model.method.teacher.weights):
         start, updated = teacher.get_parameter(n), plain.get_parameter(n)
-        torch.testing.assert_close(model.engine.adapted.named[f"model/{n}"], updated, atol=1e-4, rtol=1e-3)
-        torch.testing.assert_close(average, (0.7 * start + 0.3 * updated).detach(), atol=1e-4, rtol=1e-3)
+        assert_exact(model.engine.adapted.named[f"model/{n}"], updated, n)
+        assert_exact(average, 0.7 * start + 0.3 * updated, n)
 
 
 def test_batches_do_not_matter_between_updates(batches):
     """Updates come by samples, so images one by one make the same memory; the predictions differ after an update only."""
-    whole, single = (acclimate.adapt(tiny_vit(), "rotta", every=18, **HOW) for _ in range(2))
+    whole, single = (acclimate.adapt(double_vit(), "rotta", every=18, **HOW) for _ in range(2))
     for images in batches[:2]:
-        torch.testing.assert_close(whole(images), torch.cat([single(i[None]) for i in images]), atol=1e-5, rtol=1e-5)
+        assert_exact(whole(images), torch.cat([single(i[None]) for i in images]))
     assert torch.equal(whole.method.labels, single.method.labels) and torch.equal(whole.method.images, single.method.images)
 
 

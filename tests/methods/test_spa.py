@@ -11,7 +11,8 @@ import acclimate
 from acclimate.errors import ConfigError
 from acclimate.methods._siamese import divergence
 from acclimate.methods.spa import SPA, drop, low_frequencies, mix, surer
-from acclimate.testing.check import tiny_batches, tiny_vit
+from acclimate.testing.check import tiny_vit
+from support import assert_exact, double_batches, double_vit
 
 GIVEN = {"mean": 0.5, "std": 0.5}
 
@@ -25,45 +26,46 @@ def test_each_patch_has_its_own_noise():
 
 def test_a_image_without_some_of_its_low_frequencies():
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2, 3, 16, 20, generator=generator)
+    images = torch.randn(2, 3, 16, 20, generator=generator).double()
     top, left = low_frequencies(images.shape[-2:], 0.3)
     assert (top, left) == (2, 3)
     keep = torch.ones(2, 3, 2 * top, 2 * left, dtype=torch.bool)
-    torch.testing.assert_close(drop(images, keep), images)
+    assert_exact(drop(images, keep), images)
     keep[0, 0, 0, 1] = False  # frequency (-2, -2)
     keep[1, 2, 2, 3] = False  # frequency zero: the mean
     keep[1, 1, 3, 0] = False  # below zero, where the opposite decides
     spectrum = torch.fft.fft2(images)
     spectrum[0, 0, -2, -2] = spectrum[0, 0, 2, 2] = spectrum[1, 2, 0, 0] = 0
-    torch.testing.assert_close(drop(images, keep), torch.fft.ifft2(spectrum).real)
+    assert_exact(drop(images, keep), torch.fft.ifft2(spectrum).real)
     none = torch.ones(2, 3, 0, 0, dtype=torch.bool)
-    torch.testing.assert_close(drop(images, none), images)
+    assert_exact(drop(images, none), images)
 
 
 def test_only_the_surer_target_teaches():
-    target = torch.tensor([[3.0, 0], [1.0, 0], [0.0, 3]])
-    view = torch.tensor([[2.0, 0], [2.0, 0], [2.0, 0]])
+    target = torch.tensor([[3.0, 0], [1.0, 0], [0.0, 3]], dtype=torch.float64)
+    view = torch.tensor([[2.0, 0], [2.0, 0], [2.0, 0]], dtype=torch.float64)
     losses, kept = surer(view, target)
     assert kept.tolist() == [True, False, True]
-    torch.testing.assert_close(losses, divergence(target, view))
+    assert_exact(losses, divergence(target, view))
 
 
 def test_a_step_is_the_one_of_the_paper(monkeypatch):
-    batches = tiny_batches(4, 8)
+    batches = double_batches(4, 8)
     generator = torch.Generator().manual_seed(0)
     draws = [
         (torch.randn(3, 32, 32, generator=generator), torch.rand(8, 3, 6, 6, generator=generator) > 0.2) for _ in batches
     ]
     stored = iter(draws)
     monkeypatch.setattr(SPA, "draw", lambda *_: next(stored))
-    plain = tiny_vit()
+    plain = double_vit()
     head, norms = plain.head, [p for n, p in plain.named_parameters() if "norm" in n]
-    predictor, alpha = torch.eye(32, requires_grad=True), torch.full((4, 4), math.sqrt(0.3), requires_grad=True)
+    predictor = torch.eye(32, dtype=torch.float64, requires_grad=True)
+    alpha = torch.full((4, 4), math.sqrt(0.3), dtype=torch.float64, requires_grad=True)
     groups = [{"params": norms, "lr": 0.01}, {"params": [predictor], "lr": 0.03}]
     optimizer = torch.optim.SGD(groups, momentum=0.9)
     ascent = torch.optim.SGD([alpha], lr=0.5, momentum=0.8, maximize=True)
     model = acclimate.adapt(
-        tiny_vit(), "spa", lr_predictor=0.03, noise=0.3, lr_noise=0.5, momentum_noise=0.8, reference=True, **GIVEN
+        double_vit(), "spa", lr_predictor=0.03, noise=0.3, lr_noise=0.5, momentum_noise=0.8, reference=True, **GIVEN
     )
     for images, (noise, keep) in zip(batches, draws):
         target = plain(images).detach()
@@ -79,15 +81,15 @@ def test_a_step_is_the_one_of_the_paper(monkeypatch):
             optim.step()
         with torch.no_grad():
             alpha.mul_(math.sqrt(0.3) / alpha.square().mean().sqrt()).clamp_(-1, 1)
-        torch.testing.assert_close(model(images), target, atol=1e-3, rtol=1e-3)
-        assert model.record.loss == pytest.approx(loss.item(), rel=1e-3)
-    torch.testing.assert_close(model.method.alpha.detach(), alpha.detach(), atol=1e-3, rtol=1e-3)
+        assert_exact(model(images), target)
+        assert_exact(model.record.loss, loss)
+    assert_exact(model.method.alpha, alpha)
 
 
 def test_noisy_views_stay_within_what_pixels_can_be():
-    model = acclimate.adapt(tiny_vit(), "spa", mean=[0.2, 0.3, 0.4], std=[0.1, 0.2, 0.5])
-    clipped = model.method.clip(torch.full((1, 3, 1, 1), 9.0), model.engine)
-    torch.testing.assert_close(clipped.flatten(), torch.tensor([8.0, 3.5, 1.2]))
+    model = acclimate.adapt(double_vit(), "spa", mean=[0.2, 0.3, 0.4], std=[0.1, 0.2, 0.5])
+    clipped = model.method.clip(torch.full((1, 3, 1, 1), 9.0, dtype=torch.float64), model.engine)
+    assert_exact(clipped.flatten(), [8.0, 3.5, 1.2])
     model.unwrap()
     reference = acclimate.adapt(tiny_vit(), "spa", mean=0.2, std=0.1, reference=True)
     assert reference.method.clip(torch.full((1, 3, 1, 1), 9.0), reference.engine).max() == 1
@@ -95,13 +97,13 @@ def test_noisy_views_stay_within_what_pixels_can_be():
 
 def test_views_that_are_as_sure_teach_nothing(batches):
     """Without noise and with every frequency, view and target are equal."""
-    model = acclimate.adapt(tiny_vit(), "spa", noise=0.0, dropped_frequencies=0.0, low_frequencies=0.0, lr=0.5, **GIVEN)
-    inside = [images.clamp(-1, 1) for images in batches]
+    model = acclimate.adapt(double_vit(), "spa", noise=0.0, dropped_frequencies=0.0, low_frequencies=0.0, lr=0.5, **GIVEN)
     before = model.snapshot()
-    model(inside[0])
+    model(batches[0].clamp(-1, 1))
     after = model.snapshot()
-    moved = [n for n in before if n.startswith("model/") and not torch.allclose(before[n], after[n], atol=1e-4)]
-    assert not moved and model.method.alpha.isfinite().all()
+    for name in model.engine.adapted.named:
+        assert_exact(after[name], before[name], name)
+    assert model.method.alpha.isfinite().all()
 
 
 @pytest.mark.parametrize(

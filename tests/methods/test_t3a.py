@@ -12,29 +12,33 @@ from acclimate.errors import ConfigError, NonFiniteError
 from acclimate.methods.t3a import Bank
 from acclimate.models.families import view
 from acclimate.testing.check import tiny_batches, tiny_vit
+from support import assert_exact, double_batches, double_vit
 
 
 def test_a_class_keeps_its_surest_supports():
-    bank = Bank(torch.zeros(2, 2, 3), torch.full((2, 2), torch.inf))
-    first = torch.tensor([[1.0, 0, 0], [0, 2, 0], [0, 0, 3]])
-    assert bank.add(first, torch.tensor([1, 1, 1]), torch.tensor([0.5, 0.1, 0.3])) == 2
+    def of(*values):
+        return torch.tensor(values, dtype=torch.float64)
+
+    bank = Bank(torch.zeros(2, 2, 3, dtype=torch.float64), torch.full((2, 2), torch.inf, dtype=torch.float64))
+    first = of([1.0, 0, 0], [0, 2, 0], [0, 0, 3])
+    assert bank.add(first, torch.tensor([1, 1, 1]), of(0.5, 0.1, 0.3)) == 2
     assert torch.equal(bank.supports[1], first[[1, 2]])
-    assert bank.entropies.tolist() == [[torch.inf, torch.inf], pytest.approx([0.1, 0.3])]
-    assert bank.add(first[:1], torch.tensor([1]), torch.tensor([0.9])) == 0
-    feature = torch.tensor([[5.0, 1, 1]])  # the empty class scores 0, the other the product with its mean direction
-    assert bank.score(feature).tolist() == [pytest.approx([0, 2 / 2**0.5])]
+    assert bank.entropies.tolist() == [[torch.inf, torch.inf], [0.1, 0.3]]
+    assert bank.add(first[:1], torch.tensor([1]), of(0.9)) == 0
+    # the empty class scores 0, the other the product with its mean direction
+    assert_exact(bank.score(of([5.0, 1, 1])), [[0, 2 / 2**0.5]])
 
 
 @pytest.mark.parametrize("reference", [False, True])
-def test_growing_lists_give_the_same_scores(reference, batches):
+def test_growing_lists_give_the_same_scores(reference):
     """The form one would write first: lists of everything, filtered at each step."""
-    plain, keep = tiny_vit(), 3
+    batches, plain, keep = double_batches(), double_vit(), 3
     head = plain.head
     with torch.no_grad():
         rows = head(head.weight)
         supports, entropies = head.weight.clone(), entropy(rows)
         labels = rows.argmax(-1) if reference else torch.arange(10)
-        model = acclimate.adapt(tiny_vit(), "t3a", supports_per_class=keep, reference=reference)
+        model = acclimate.adapt(double_vit(), "t3a", supports_per_class=keep, reference=reference)
         for images in batches:
             features = plain.forward_head(plain.forward_features(images), pre_logits=True)
             logits = head(features)
@@ -45,20 +49,20 @@ def test_growing_lists_give_the_same_scores(reference, batches):
             supports, labels, entropies = supports[kept], labels[kept], entropies[kept]
             prototypes = torch.stack([F.normalize(supports[labels == c], dim=-1).sum(0) for c in range(10)])
             expected = features @ F.normalize(prototypes, dim=-1).T
-            torch.testing.assert_close(model(images), expected, atol=1e-4, rtol=1e-4)
+            assert_exact(model(images), expected)
             assert model.record.used <= len(images) and model.record.drift == 0
 
 
-def test_a_frozen_adapter_scores_with_the_bank(batches):
-    model = acclimate.adapt(tiny_vit(), "t3a")
+def test_a_frozen_adapter_scores_with_the_bank():
+    batches, model = double_batches(), acclimate.adapt(double_vit(), "t3a")
     with model.frozen():
-        features, _ = view(tiny_vit()).features(batches[0])
-        expected = features @ F.normalize(tiny_vit().head.weight, dim=-1).T  # nothing but the head's rows yet
-        torch.testing.assert_close(model(batches[0]), expected, atol=1e-4, rtol=1e-4)
+        features, _ = view(double_vit()).features(batches[0])
+        expected = features @ F.normalize(double_vit().head.weight, dim=-1).T  # nothing but the head's rows yet
+        assert_exact(model(batches[0]), expected)
     scores = model(batches[0])
     with model.frozen():
         assert torch.equal(model(batches[0]), scores)  # its samples are in the bank
-    assert model.record.entropy == pytest.approx(float(entropy(scores).mean()))
+    assert_exact(model.record.entropy, entropy(scores).mean())
 
 
 def test_a_subset_of_the_classes_has_a_bank_of_its_own(batches):

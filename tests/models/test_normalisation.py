@@ -10,14 +10,15 @@ from acclimate.data import bundled
 from acclimate.errors import ConfigError
 from acclimate.methods._augment import jitter_and_move, resized_crop
 from acclimate.testing.check import tiny_batches, tiny_vit
+from support import EXACT, assert_exact, double_batches, double_vit
 
 
 def test_pixels_there_and_back():
-    engine = acclimate.adapt(tiny_vit(), "source", mean=(0.1, 0.2, 0.3), std=0.5).engine
-    images = tiny_batches(1)[0]
+    engine = acclimate.adapt(double_vit(), "source", mean=(0.1, 0.2, 0.3), std=0.5).engine
+    images = double_batches(1)[0]
     pixels = engine.to_pixels(images)
-    torch.testing.assert_close(pixels[:, 1], images[:, 1] * 0.5 + 0.2)
-    torch.testing.assert_close(engine.from_pixels(pixels), images)
+    assert_exact(pixels[:, 1], images[:, 1] * 0.5 + 0.2)
+    assert_exact(engine.from_pixels(pixels), images)
 
 
 def test_a_timm_model_says_it_itself():
@@ -59,11 +60,11 @@ def test_the_normalisation_is_saved(tmp_path):
 @pytest.mark.parametrize("padding", ["edge", "reflect"])
 @pytest.mark.parametrize("shape", [(4, 3, 32, 32), (2, 1, 28, 28), (0, 3, 32, 32)])
 def test_views_stay_pixels_and_draw_alike(shape, padding):
-    pixels = torch.rand(shape)
+    pixels = torch.rand(shape).double()
     rngs = [torch.Generator().manual_seed(1) for _ in range(2)]
     one, two = jitter_and_move(pixels, rngs[0], padding=padding), jitter_and_move(pixels[:1], rngs[1], padding=padding)
-    assert one.shape == shape and (not len(pixels) or (one.min() >= -1e-6 and one.max() <= 1 + 1e-6))
-    torch.testing.assert_close(one[:1], two)  # the same parameters for the whole batch
+    assert one.shape == shape and (not len(pixels) or (one.min() >= -EXACT and one.max() <= 1 + EXACT))
+    assert_exact(one[:1], two)  # the same parameters for the whole batch
     assert torch.equal(rngs[0].get_state(), rngs[1].get_state())
     if len(pixels):
         assert not torch.allclose(one, pixels, atol=0.01)
@@ -72,10 +73,10 @@ def test_views_stay_pixels_and_draw_alike(shape, padding):
 
 def test_given_rows_travel_with_their_samples():
     """Weights per sample, in micro-batches and with few kept, are those of the whole-batch form."""
-    images, weights = tiny_batches(1, 6)[0], torch.tensor([0.0, 2.0, 0.0, 0.5, 0.0, 0.0])
+    images, weights = double_batches(1, 6)[0], torch.tensor([0.0, 2.0, 0.0, 0.5, 0.0, 0.0])
     gradients = []
     for size in (6, 4, 1):
-        engine = acclimate.adapt(tiny_vit(), "tent", micro_batch=size).engine
+        engine = acclimate.adapt(double_vit(), "tent", micro_batch=size).engine
 
         def weighted(logits, w):
             return w * logits.logsumexp(-1), w > 0
@@ -84,15 +85,15 @@ def test_given_rows_travel_with_their_samples():
         assert sweep.used == 2
         gradients.append(torch.cat([p.grad.flatten() for p in engine.adapted.tensors]))
     for other in gradients[1:]:
-        torch.testing.assert_close(other, gradients[0], atol=1e-5, rtol=1e-4)
+        assert_exact(other, gradients[0])
 
 
 def test_a_sample_may_be_several_images():
-    images = tiny_batches(1, 6)[0]
-    engine = acclimate.adapt(tiny_vit(), "tent").engine
+    images = double_batches(1, 6)[0]
+    engine = acclimate.adapt(double_vit(), "tent").engine
     pairs = torch.stack([images, images.flip(-1)], dim=1)
     logits = engine.predict(pairs)
-    torch.testing.assert_close(logits[:, 1], engine.predict(images.flip(-1)), atol=1e-5, rtol=1e-5)
+    assert_exact(logits[:, 1], engine.predict(images.flip(-1)))
     sweep = engine.gradient(pairs, lambda z: ((z[:, 0] - z[:, 1]).square().sum(-1), torch.ones(len(z), dtype=torch.bool)))
     assert sweep.logits.shape == (6, 2, 10) and sweep.used == 6
 

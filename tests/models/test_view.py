@@ -18,6 +18,7 @@ from acclimate.models.fingerprint import fingerprint
 from acclimate.models.surgery import tap
 from acclimate.models.view import parameters_of, samples_interact
 from acclimate.testing.check import SIZES, tiny_batches, tiny_vit
+from support import assert_exact, double_batches, double_vit
 
 
 def logits(model, images):
@@ -38,38 +39,38 @@ def test_parts(family):
 
 
 def test_open_attention_and_short_last_block_compute_the_same(family):
-    model = tiny_vit(family)
-    images = tiny_batches(1)[0]
+    model = double_vit(family)
+    images = double_batches(1)[0]
     expected = logits(model, images)
     modules = dict(model.named_modules())
     vit = view(model)
     for block in vit.blocks:
         block.open()
-    torch.testing.assert_close(logits(model, images), expected, atol=1e-5, rtol=1e-5)
+    assert_exact(logits(model, images), expected)
     vit.shorten()
-    torch.testing.assert_close(logits(model, images), expected, atol=1e-5, rtol=1e-5)
+    assert_exact(logits(model, images), expected)
     vit.restore()
     assert dict(model.named_modules()) == modules
     assert torch.equal(logits(model, images), expected)
 
 
 def test_features_enter_the_head(family):
-    model = tiny_vit(family)
+    model = double_vit(family)
     vit = view(model)
     with torch.no_grad():
-        features, out = vit.features(tiny_batches(1)[0])
+        features, out = vit.features(double_batches(1)[0])
         assert features.shape == (6, SIZES.width)
-        torch.testing.assert_close(vit.head(features), out)
+        assert_exact(vit.head(features), out)
     assert not vit.head._forward_hooks
 
 
 @pytest.mark.parametrize(("first", "second"), [(0, 2), (1, SIZES.depth - 1)])
 def test_prompts_are_tokens_from_their_block_to_the_next_that_has_its_own(family, first, second):
-    model = tiny_vit(family)
-    images = tiny_batches(1)[0]
+    model = double_vit(family)
+    images = double_batches(1)[0]
     modules, expected = dict(model.named_modules()), logits(model, images)
     vit = view(model)
-    prompts = {first: nn.Parameter(torch.randn(3, SIZES.width)), second: nn.Parameter(torch.randn(2, SIZES.width))}
+    prompts = {i: nn.Parameter(torch.randn(count, SIZES.width).double()) for i, count in ((first, 3), (second, 2))}
     with torch.no_grad(), tap([vit.layers[0], vit.layers[-1], vit.head]) as seen:
         vit.logits(images)
     tokens = seen[vit.layers[0]].entered
@@ -88,7 +89,7 @@ def test_prompts_are_tokens_from_their_block_to_the_next_that_has_its_own(family
             prompted = vit.logits(images)
         left = seen[vit.layers[-1]].left
         assert left.shape[1] == (1 if shorten else vit.tokens)
-        torch.testing.assert_close(left[:, 0], tokens[:, 0], atol=1e-5, rtol=1e-5)
+        assert_exact(left[:, 0], tokens[:, 0])
         assert not torch.allclose(prompted, expected, atol=1e-3)
     assert not any(p is q for p in prompts.values() for q in model.parameters())
     vit.restore()
@@ -129,13 +130,13 @@ def test_timm_variants_compute_the_same():
         model = VisionTransformer(**{**common, **kwargs}).eval()
         for p in model.parameters():
             nn.init.normal_(p, std=0.2)
-        images = tiny_batches(1)[0]
-        expected = logits(model, images)
+        images = double_batches(1)[0]
+        expected = logits(model.double(), images)
         vit = view(model)
         for block in vit.blocks:
             block.open()
         vit.shorten()
-        torch.testing.assert_close(logits(model, images), expected, atol=1e-5, rtol=1e-5, msg=str(kwargs))
+        assert_exact(logits(model, images), expected, str(kwargs))
 
 
 @pytest.mark.parametrize(
@@ -161,8 +162,8 @@ def test_weights_from_a_local_file(tmp_path):
     trained = timm.create_model("vit_tiny_patch16_224", **kwargs).eval()
     save_file(trained.state_dict(), tmp_path / "weights.safetensors")
     loaded = timm.create_model("vit_tiny_patch16_224", checkpoint_path=str(tmp_path / "weights.safetensors"), **kwargs)
-    images = tiny_batches(1)[0]
-    torch.testing.assert_close(acclimate.adapt(loaded, "source")(images), logits(trained, images), atol=1e-5, rtol=1e-5)
+    images = double_batches(1)[0]
+    assert_exact(acclimate.adapt(loaded.double(), "source")(images), logits(trained.double(), images))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from acclimate.errors import ConfigError, StateError
 from acclimate.methods.dda import unet
 from acclimate.methods.dda.denoisers import Gaussian, open_denoiser
 from acclimate.methods.dda.process import Schedule, low_pass, regenerated, step_back
+from support import assert_exact
 
 TINY = unet.Architecture(size=8, width=8, multipliers=(1, 2), blocks=1, attention=(4,), head_width=4, groups=4)
 
@@ -50,10 +51,10 @@ def test_a_schedule_of_a_wrong_length(count):
 
 
 def test_noise_and_image_are_inverse():
-    schedule, x, noise = Schedule(20), torch.randn(2, 1, 3, 3), torch.randn(2, 1, 3, 3)
+    schedule, (x, noise) = Schedule(20), torch.randn(2, 2, 1, 3, 3).double()
     noisy = schedule.noised(x, 11, noise)
-    torch.testing.assert_close(noisy, schedule.kept[11] ** 0.5 * x + (1 - schedule.kept[11]) ** 0.5 * noise)
-    torch.testing.assert_close(schedule.image(noisy, 11, noise), x, atol=1e-5, rtol=1e-5)
+    assert_exact(noisy, schedule.kept[11] ** 0.5 * x + (1 - schedule.kept[11]) ** 0.5 * noise)
+    assert_exact(schedule.image(noisy, 11, noise), x)
 
 
 def test_the_step_back_is_bayes_rule():
@@ -61,18 +62,18 @@ def test_the_step_back_is_bayes_rule():
     schedule, i = Schedule(20), 9
     before, beta = schedule.kept[i - 1], schedule.betas[i]
     precision = 1 / (1 - before) + (1 - beta) / beta
-    image, x = torch.tensor(0.3), torch.tensor(-0.8)
+    image, x = torch.tensor([0.3, -0.8], dtype=torch.float64)
     mean = (before**0.5 * image / (1 - before) + (1 - beta) ** 0.5 * x / beta) / precision
-    torch.testing.assert_close(schedule.mean_before(x, i, image), mean)
-    assert schedule.variances[i] == pytest.approx(1 / precision)
-    assert schedule.deviation(i, None) == pytest.approx(precision**-0.5)
+    assert_exact(schedule.mean_before(x, i, image), mean)
+    assert_exact(schedule.variances[i], 1 / precision)
+    assert_exact(schedule.deviation(i, None), precision**-0.5)
 
 
 def test_a_learned_variance_lies_between_its_bounds():
     schedule, i = Schedule(20), 9
-    low, middle, high = schedule.deviation(i, torch.tensor([-1.0, 0.0, 1.0])).tolist()
-    assert low**2 == pytest.approx(schedule.variances[i]) and high**2 == pytest.approx(schedule.betas[i])
-    assert middle**2 == pytest.approx(math.sqrt(schedule.variances[i] * schedule.betas[i]))
+    low, high = schedule.variances[i], schedule.betas[i]
+    found = schedule.deviation(i, torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64))
+    assert_exact(found**2, [low, math.sqrt(low * high), high])
     assert schedule.deviation(0, torch.ones(3)) == 0.0
 
 
@@ -80,8 +81,8 @@ def test_a_learned_variance_lies_between_its_bounds():
 
 
 def test_the_low_pass_filter():
-    flat = torch.full((1, 2, 9, 12), 0.4)
-    torch.testing.assert_close(low_pass(flat, 4), flat)
+    flat = torch.full((1, 2, 9, 12), 0.4, dtype=torch.float64)
+    assert_exact(low_pass(flat, 4), flat)
     board = (torch.arange(16)[:, None] + torch.arange(16)).remainder(2).float()[None, None] - 0.5
     assert low_pass(board, 4)[..., 4:-4, 4:-4].abs().max() < 0.02
     assert torch.equal(low_pass(board, 1), board)
@@ -103,11 +104,11 @@ def test_the_gradient_of_the_guidance_against_finite_differences():
 
 
 def test_the_distance_is_of_each_image_or_of_the_batch():
-    images = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0)) - 0.5
+    images = torch.rand(3, 3, 8, 8, generator=torch.Generator().manual_seed(0)).double() - 0.5
     how = dict(steps=10, start=3)
     each = regenerated(Gaussian(), images, [1, 2, 3], **how)
     alone = torch.cat([regenerated(Gaussian(), p[None], [seed], **how) for p, seed in zip(images, [1, 2, 3])])
-    torch.testing.assert_close(each, alone)
+    assert_exact(each, alone)
     batch = regenerated(Gaussian(), images, [1, 2, 3], reference=True, **how)
     alone = torch.cat(
         [regenerated(Gaussian(), p[None], [seed], reference=True, **how) for p, seed in zip(images, [1, 2, 3])]
@@ -118,9 +119,9 @@ def test_the_distance_is_of_each_image_or_of_the_batch():
 def test_one_guided_step_by_hand():
     """As autograd has it of the distance itself, for the whole batch and from the step above."""
     schedule, seeds = Schedule(10), [4, 5]
-    images = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)) - 0.5
+    images = torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)).double() - 0.5
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-    first, second = (torch.stack([torch.randn(1, 8, 8, generator=g) for g in generators]) for _ in range(2))
+    first, second = (torch.stack([torch.randn(1, 8, 8, generator=g) for g in generators]).double() for _ in range(2))
     for reference in (False, True):
         x = schedule.noised(images, 1 if reference else 0, first).requires_grad_()
         seen = schedule.image(x, 0, Gaussian()(x, torch.zeros(2, dtype=torch.long))).clamp(-1, 1)
@@ -129,7 +130,7 @@ def test_one_guided_step_by_hand():
         (gradient,) = torch.autograd.grad(distance, x)
         expected = schedule.mean_before(x, 0, seen) + 0 * second - 0.7 * gradient
         made = regenerated(Gaussian(), images, seeds, steps=10, start=1, factor=2, scale=0.7, reference=reference)
-        torch.testing.assert_close(made, expected.detach())
+        assert_exact(made, expected)
 
 
 def test_no_distance_has_no_gradient():
@@ -187,11 +188,11 @@ def test_the_default_architecture_has_the_layout_that_is_written_down():
 
 
 def test_images_and_steps_pass_on_their_own():
-    net = random_unet()
-    x, steps = torch.randn(3, 3, 8, 8), torch.tensor([0, 500, 999])
+    net = random_unet().double()
+    x, steps = torch.randn(3, 3, 8, 8).double(), torch.tensor([0, 500, 999])
     out = net(x, steps)
     assert out.shape == (3, 6, 8, 8)
-    torch.testing.assert_close(out, torch.cat([net(x[i : i + 1], steps[i : i + 1]) for i in range(3)]), atol=1e-5, rtol=1e-4)
+    assert_exact(out, torch.cat([net(x[i : i + 1], steps[i : i + 1]) for i in range(3)]))
     assert not torch.allclose(out[0], net(x[:1], torch.tensor([100]))[0], atol=1e-3)
 
 
@@ -201,15 +202,15 @@ def test_the_embedding_of_a_step():
 
 
 def test_heads_of_attention_stand_one_after_another():
-    layer = unet._Attention(8, 4, 4)
+    layer = unet._Attention(8, 4, 4).double()
     torch.nn.init.normal_(layer.proj_out.weight)
-    x = torch.randn(1, 8, 2, 3)
+    x = torch.randn(1, 8, 2, 3).double()
     rows = layer.qkv(layer.norm(x.flatten(2)))[0]  # three times four rows for each head
     heads = []
     for head in rows.split(12):
         q, k, v = head.split(4)
         heads.append(v @ (q.T @ k / 2).softmax(-1).T)
-    torch.testing.assert_close(layer(x)[0].flatten(1), x[0].flatten(1) + layer.proj_out(torch.cat(heads)[None])[0])
+    assert_exact(layer(x)[0].flatten(1), x[0].flatten(1) + layer.proj_out(torch.cat(heads)[None])[0])
 
 
 def test_a_network_comes_back_from_its_files(tmp_path, monkeypatch):

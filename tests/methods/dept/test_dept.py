@@ -25,6 +25,7 @@ from acclimate.methods.dept.network import (
 from acclimate.models.families import view
 from acclimate.models.fingerprint import fingerprint
 from acclimate.testing.check import CHECKS, Case, tiny_batches, tiny_vit
+from support import assert_exact, double_batches, double_vit
 
 HOW = dict(mean=0.5, std=0.5)
 SIZES = Sizes(stages=2, prompts=3, hidden=16, bottleneck=8, outputs=12)
@@ -63,20 +64,20 @@ def projected(learned, features, means):
 
 def first_step(images, **options):
     """An adapter after its first batch, with the views that it saw."""
-    model = acclimate.adapt(tiny_vit(), "dept-g", **{**SMALL, **HOW, "steps": 1, **options})
+    model = acclimate.adapt(double_vit(), "dept-g", **{**SMALL, **HOW, "steps": 1, **options})
     seen, draw = [], model.method.views
     model.method.views = lambda *a: seen.append(draw(*a)) or seen[-1]
     return model, seen, model(images)
 
 
 @pytest.mark.parametrize("reference", [False, True])
-def test_the_first_step_by_hand(batches, reference):
+def test_the_first_step_by_hand(reference):
     """On the whole batch at once, with autograd through the mean prediction."""
-    images = batches[0]
+    images = double_batches()[0]
     weights = dict(dino_weight=0.3, prompt_weight=0.7, diversity=0.5, prompt_diversity=0.2)
     model, ((weak, first, second),), logits = first_step(images, lr=0.05, clip=0.1, reference=reference, **weights)
 
-    plain = tiny_vit()
+    plain = double_vit()
     learned = Prompted(view(plain), Sizes(prompts=3, hidden=16, bottleneck=8, outputs=12), torch.Generator().manual_seed(0))
     with torch.no_grad():  # the average is still the student
         labels = prompted(plain, learned, weak)[0].argmax(-1)
@@ -86,7 +87,7 @@ def test_the_first_step_by_hand(batches, reference):
     q = z.softmax(-1).mean(0)
     loss = F.cross_entropy(z, labels) + 0.5 * (q * q.log()).sum()
     loss = loss + 0.3 * F.cross_entropy(mine / 0.1, (token / 0.07).softmax(-1))
-    e = torch.arange(4.0).exp()
+    e = torch.arange(4.0, dtype=torch.float64).exp()
     loss = loss + 0.7 * ((1 - F.cosine_similarity(mine_stages, stages, dim=-1)) @ (e / e.sum())).mean()
     for p in learned.prompts:
         pairs = [1 - F.cosine_similarity(p[i], p[j], dim=0) for i in range(3) for j in range(3) if i != j]
@@ -96,13 +97,13 @@ def test_the_first_step_by_hand(batches, reference):
     for p in learned.parameters():
         torch.nn.utils.clip_grad_norm_([p], 0.1)
     optimizer.step()
-    assert model.record.loss == pytest.approx(loss.item(), abs=1e-3)
+    assert_exact(model.record.loss, loss)
     for name, p in learned.named_parameters():
-        torch.testing.assert_close(model.engine.adapted.named[f"method/learned.{name}"], p, atol=1e-5, rtol=1e-4)
+        assert_exact(model.engine.adapted.named[f"method/learned.{name}"], p, name)
     with torch.no_grad():
-        torch.testing.assert_close(logits, prompted(plain, learned, images)[0], atol=1e-3, rtol=1e-3)  # after the update
+        assert_exact(logits, prompted(plain, learned, images)[0])  # after the update
     centre = 0.1 * (token.sum(0) if reference else token.mean(0))
-    torch.testing.assert_close(model.method.centre, centre, atol=1e-5, rtol=1e-4)
+    assert_exact(model.method.centre, centre)
 
 
 def test_the_teacher_moves_at_the_start_of_a_step(batches):
@@ -115,23 +116,24 @@ def test_the_teacher_moves_at_the_start_of_a_step(batches):
     assert moved and not any(torch.equal(model.method.teacher.weights[i], student[i]) for i in moved)
     one, _, _ = first_step(batches[0], lr=0.05, teacher_momentum=0.6)
     for i, b in enumerate(begin):  # at the start of the first step it is where the student is
-        torch.testing.assert_close(one.method.teacher.weights[i], b)
+        assert_exact(one.method.teacher.weights[i], b)
 
 
 def test_losses_in_closed_form():
-    assert mean_distance(torch.eye(4)) == pytest.approx(1)
+    def of(*values):
+        return torch.tensor(values, dtype=torch.float64)
+
+    assert_exact(mean_distance(torch.eye(4, dtype=torch.float64)), 1.0)
     for count in (1, 3):
-        assert float(mean_distance(torch.ones(count, 5))) == pytest.approx(0, abs=1e-6)
-    assert float(mean_distance(torch.tensor([[1.0, 0.0], [-2.0, 0.0]]))) == pytest.approx(2)
-    x = torch.tensor([[[1.0, 0.0], [1.0, 0.0]]])
-    late = torch.tensor([[[2.0, 0.0], [0.0, 3.0]]])
-    assert stage_distance(x, late).tolist() == pytest.approx([math.e / (1 + math.e)])
-    probabilities = sharpened(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]), 0.05)
-    assert probabilities.tolist() == [0.5, 0.5]
-    assert followed(torch.tensor([1.0]), torch.tensor([3.0])).tolist() == pytest.approx([1.2])
+        assert_exact(mean_distance(torch.ones(count, 5, dtype=torch.float64)), 0.0)
+    assert_exact(mean_distance(of([1.0, 0.0], [-2.0, 0.0])), 2.0)
+    x, late = of([[1.0, 0.0], [1.0, 0.0]]), of([[2.0, 0.0], [0.0, 3.0]])
+    assert_exact(stage_distance(x, late), [math.e / (1 + math.e)])
+    assert sharpened(of(1.0, 0.0), of(1.0, 0.0), 0.05).tolist() == [0.5, 0.5]
+    assert_exact(followed(of(1.0), of(3.0)), [1.2])
     only_dino = Regulariser(2.0, 0.0, 0.0, 0.5)
-    loss = only_dino(torch.zeros(1, 2), x, torch.tensor([[0.25, 0.75]]), late, [torch.eye(2)])
-    assert loss.tolist() == pytest.approx([2 * math.log(2)])
+    loss = only_dino(of([0.0, 0.0]), x, of([0.25, 0.75]), late, [torch.eye(2, dtype=torch.float64)])
+    assert_exact(loss, [2 * math.log(2)])
 
 
 def test_stages_divide_the_blocks():
@@ -146,7 +148,7 @@ def test_stages_divide_the_blocks():
 
 
 def test_it_begins_with_what_was_trained(family, batches):
-    model = tiny_vit(family)
+    model = double_vit(family)
     source = trained(model)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     adapter = acclimate.adapt(model, "dept-g", source_statistics=source, bank=16, lr=0.01, **HOW)
@@ -154,11 +156,11 @@ def test_it_begins_with_what_was_trained(family, batches):
         assert torch.equal(adapter.engine.adapted.named[f"method/learned.{name}"], tensor)
     assert set(adapter.engine.adapted.named) == {f"method/learned.{name}" for name in source.of("prompts")}
     if family == "timm":
-        learned = Prompted(view(tiny_vit()), SIZES, torch.Generator())
+        learned = Prompted(view(double_vit()), SIZES, torch.Generator())
         learned.load_state_dict(source.of("prompts"))
         with torch.no_grad(), adapter.frozen():
-            expected = prompted(tiny_vit(), learned, batches[0])[0]
-            torch.testing.assert_close(adapter(batches[0]), expected, atol=1e-4, rtol=1e-4)
+            expected = prompted(double_vit(), learned, batches[0].double())[0]
+            assert_exact(adapter(batches[0]), expected)
     for images in batches:
         adapter(images)
     assert adapter.unwrap() is model
