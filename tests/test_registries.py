@@ -163,3 +163,18 @@ def test_a_command_is_one_file(package):
     )
     assert "hello there" in python(package, "from acclimate.cli import main; main(['hello'])")
     assert "say hello" in python(package, "from acclimate.cli import build_parser; print(build_parser().format_help())")
+
+
+def test_a_figure_is_one_file(package):
+    (package / "analysis" / "bars.py").write_text(
+        "from .figures import Figure, drawing, new\nfrom .registry import SEED, FigureKind\n\n\n"
+        "def draw(subject, *, seed, **more):\n"
+        "    with drawing():\n        canvas = new(2, 2)\n        canvas.subplots().bar([0, 1], [1, 2])\n"
+        "    return [Figure('bars', 'Bars', 'Two bars.', [{'x': 0}], canvas, origin=subject.origin)]\n\n\n"
+        "FIGURE = FigureKind('bars', 'two bars', 5, draw, draws=('bars',), arguments=(SEED,))\n"
+    )
+    code = "from acclimate.cli import main; sys.exit(main(['analyze', 'bars', '--images', '4', '--out', 'figures']))"
+    assert "Bars" in python(package, code)
+    assert {file.suffix for file in (package.parent.parent / "figures").iterdir()} == {".png", ".svg", ".csv", ".json"}
+    order = "from acclimate.analysis.registry import figure_order; print(figure_order()[0])"
+    assert python(package, order).split() == ["bars"]
