@@ -1,4 +1,4 @@
-"""Every error that acclimate raises on purpose, so that a caller can catch one kind and let the rest through."""
+"""The errors that acclimate raises on purpose, one class per kind, so that a caller can catch a single kind."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from numbers import Integral
 
 
 class AcclimateError(Exception):
-    """Base of all errors of this library."""
+    """The base class of all errors of this library."""
 
 
 class InputError(AcclimateError, ValueError):
-    """A batch of images that cannot be used. The adapter is as it was before the call."""
+    """An error about a batch of images that cannot be used. The adapter keeps the state from before the call."""
 
 
 class UnreadableError(InputError):
-    """A file that looks like an image by its name and cannot be decoded."""
+    """An error about a file whose name is that of an image, but that cannot be decoded."""
 
 
 class ModelError(AcclimateError, TypeError):
-    """A model that cannot be adapted. It is returned to the caller untouched."""
+    """An error about a model that cannot be adapted. The model is not changed."""
 
 
 class ConfigError(AcclimateError, ValueError):
-    """An unknown method or option, or a value that an option cannot take."""
+    """An error about an unknown method or option, or about an invalid value of an option."""
 
 
 class StateError(AcclimateError):
-    """A state file that cannot be used, or an operation that the adapter's state does not allow."""
+    """An error about a state file that cannot be used, or an operation that the adapter's state does not allow."""
 
 
 class NonFiniteError(AcclimateError, ArithmeticError):
-    """An update was about to write NaN or Inf into the model. It was not applied."""
+    """An error about an update that would write NaN or Inf into the model. The update is not applied."""
 
 
 class ConformanceError(AcclimateError, AssertionError):
-    """A method does not keep the contract that `acclimate.check_method` verifies."""
+    """An error about a method that violates the contract that `acclimate.check_method` verifies."""
 
 
 def require_between(low: float, high: float, *, optional: bool = False, **options: float | None) -> None:
-    """Refuse an option outside of its range; where None stands for a default, it is `optional`."""
+    """Refuse options outside of the range from `low` to `high`. None is accepted if they are `optional`."""
     for name, value in options.items():
         if value is None and optional:
             continue
@@ -51,19 +51,19 @@ def require_between(low: float, high: float, *, optional: bool = False, **option
 
 
 def require_whole(least: int, **options: object) -> None:
-    """Refuse an option that is not a whole number of at least so much; numpy's count as well."""
+    """Refuse options that are not whole numbers of at least `least`. Integers of numpy are accepted."""
     for name, value in options.items():
         if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise ConfigError(f"{name}={value!r}: give a whole number of {least} or more.")
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float) -> str:
-    """The hint of an error about an unknown name, or nothing if no known one is near."""
+    """Return a hint at the known name that is closest to an unknown one, or an empty string if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def some(items: Iterable[str], separator: str = ", ", most: int = 5) -> str:
-    """The first of many names, and how many more there are: for an error that cannot list them all."""
+    """Join the first `most` distinct items, and say how many more there are."""
     each = list(dict.fromkeys(items))
     return separator.join(each[:most]) + (f" and {len(each) - most} more" if len(each) > most else "")

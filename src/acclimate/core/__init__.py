@@ -1,1 +1,1 @@
-"""What every method runs on: the adapter, the engine, the guard, the state, and the contract of a method."""
+"""The parts that every method runs on: adapter, engine, guard, state, and the contract of a method."""

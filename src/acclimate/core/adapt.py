@@ -1,4 +1,4 @@
-"""The two ways to get an adapter: wrap a source model, or continue from a state file."""
+"""The two functions that return an adapter: `adapt` wraps a source model, `load` continues from a state file."""
 
 from __future__ import annotations
 
@@ -51,25 +51,26 @@ def adapt(
         method: Name of a method (`acclimate.list_methods()` lists them), or a class.
         classes: Indices of the head's classes that exist in the target domain (or a boolean mask over them). The others are
             dropped before any softmax, and the logits have one column for each of these.
-        predict: Logits from "before" this batch's update, as the papers' code scores them, or "after" it (one more pass).
-        guard: Watches for collapse; None turns it off.
+        predict: Whether the logits of a batch come from "before" its update, as in the papers' code, or from "after" it,
+            which costs one more pass.
+        guard: The guard that watches for collapse. None turns it off.
         micro_batch: Samples per pass; by default 32, on a CPU 2 for ViT-B and more for smaller models. It changes the
             cost, and the result by rounding only.
         precision: "float32", or autocast to "bfloat16" or "float16".
         compile: `torch.compile` the forward pass; a string names the backend.
-        seed: Of everything random in the method.
-        mean: How the images are normalised, for methods that augment pixels: one number, or one per channel. A timm model
-            with a `pretrained_cfg` says it itself; any other model needs it there. So `std`.
-        std: See `mean`.
-        source_statistics: Statistics of the source data, or the file that they were saved to, for methods that need some
-            (EATA, CFA, FOA): see `acclimate.source_statistics`; or prompts that were trained on it (DePT-G): see
-            `acclimate train-prompts`. Other methods leave them alone.
-        group: A `torch.distributed` process group whose ranks adapt to one stream together. Every rank wraps an equal model
-            and passes its share of each batch, which may be empty, and gets the logits of that share; the update is that of
-            the whole batch, and the same on all ranks. Only what is given here is shared, never what torchrun has started:
-            its ranks may as well each adapt to a stream of their own. Call `init_process_group` first: before it,
+        seed: The seed of all random numbers of the method.
+        mean: The mean with which the images were normalised, as one number or one per channel. Methods that augment pixels
+            need it. It may be left out for a timm model, whose `pretrained_cfg` contains it.
+        std: The standard deviation with which the images were normalised, in the same form as `mean`.
+        source_statistics: Statistics of the source data, or the file that they were saved to. EATA, CFA and FOA need
+            statistics that `acclimate.source_statistics` computes; DePT-G needs prompts that `acclimate train-prompts`
+            trains. Other methods ignore them.
+        group: A `torch.distributed` process group whose ranks adapt to one stream together. Every rank wraps an equal model,
+            passes its share of each batch, which may be empty, and gets the logits of that share. The update is that of the
+            whole batch, and the same on all ranks. Without a group, the ranks that torchrun starts share nothing, and each
+            can adapt to its own stream. Call `init_process_group` first: before that call,
             `torch.distributed.group.WORLD` is None, which means no group.
-        **options: The method's own options; `acclimate methods dct` on the command line explains them.
+        **options: The method's own options. The command `acclimate methods dct` explains those of DCT.
 
     Example:
         >>> model = acclimate.adapt(timm.create_model("vit_base_patch16_224.augreg_in21k_ft_in1k", pretrained=True), "dct")
@@ -98,9 +99,9 @@ def _ranks(group: ProcessGroup | None, model: nn.Module) -> Alone:
 def load(path: str | PathLike[str], model: nn.Module, *, group: ProcessGroup | None = None) -> Adapter:
     """Wrap a fresh copy of the source model and continue from a state file as if the run had never stopped.
 
-    Method, options and random state come from the file. If the file is damaged, or of another model, a `StateError` says so
-    and `model` is as before. A file does not say how many ranks wrote it: with a `group` (see `adapt`) all its ranks load
-    the same file and go on together, without one this process goes on alone.
+    Method, options and random state come from the file. If the file is damaged, or belongs to another model, a `StateError`
+    is raised and `model` is not changed. A file does not depend on how many ranks wrote it. If a process `group` is given,
+    all its ranks load the same file and continue together; otherwise this process continues alone.
     """
     ranks = _ranks(group, model)
     with ranks.together():
@@ -123,12 +124,12 @@ def _load(path: str | PathLike[str], model: nn.Module, group: ProcessGroup | Non
         if options["guard"] is not None:
             options["guard"] = Guard(**options["guard"])
         needs = create(header["method"], header["config"]).info.needs
-        # what the method keeps of the source statistics is in the file
+        # the file contains the constants that the method took from the source statistics
         known = blank(needs, view(model), {"class": "", **mine}, header.get("source") or {}) if needs else None
         adapter = adapt(model, header["method"], source_statistics=known, group=group, **options)
     except (ConfigError, KeyError, TypeError) as error:
         raise StateError(f"{path} was written with a method or options that are not known here: {error}") from error
-    adapter._fingerprint = mine  # hashing a large model once is enough
+    adapter._fingerprint = mine  # avoids that a large model is hashed twice
     try:
         adapter.resume(path, tensors, header)
     except BaseException:

@@ -30,33 +30,33 @@ from .state import Snapshot, State
 from .statistics import SourceStatistics, require
 from .wrapping import WrappedModel
 
-_FROZEN: ContextVar[frozenset[int]] = ContextVar("frozen", default=frozenset())  # adapters, per thread
+_FROZEN: ContextVar[frozenset[int]] = ContextVar("frozen", default=frozenset())  # ids of adapters, per thread
 
 
 @dataclass(frozen=True)
 class Record:
-    """What happened in one step, on all ranks together if they share the batch."""
+    """The record of one step. If several ranks share the batch, it is about the whole batch."""
 
     step: int
     samples: int
     entropy: float  # mean over the batch, in nats
     used: int  # samples that the method learned from
     loss: float | None
-    recovery: float | None  # moving average that triggers the method's own recovery
-    drift: float  # distance from the source parameters, relative to their length
+    recovery: float | None  # moving average that triggers a recovery by the method itself
+    drift: float  # distance from the source parameters, divided by their norm
     event: str | None  # "recovered", "skipped: ...", "rolled back: ...", "frozen: ..."
     milliseconds: float
 
 
 class Adapter(nn.Module):
-    """A wrapped model: images in, logits out, and every call adapts it a little. Made by `acclimate.adapt`.
+    """A wrapped model that takes images, returns logits, and adapts at every call. `acclimate.adapt` returns it.
 
-    The model is changed in place, as little as the method needs; `unwrap` undoes that bit for bit. The model is always
-    run in evaluation mode, whatever `train()` and `eval()` say: to predict without adapting, use `frozen`.
+    The model is changed in place, as little as the method needs, and `unwrap` undoes the changes bit for bit. The model
+    always runs in evaluation mode, whatever `train()` and `eval()` set. To predict without adapting, use `frozen`.
 
-    With a process group, each rank passes its share of every batch, and all hold the same state. So `reset`, `rollback` and
-    `load` are to be called on every rank; `save` and calls inside `frozen` exchange nothing, any rank may make them alone.
-    A copy made by `copy.deepcopy` on every rank belongs to the same group; such an adapter cannot be pickled.
+    With a process group, each rank passes its share of every batch, and all ranks hold the same state. Call `reset`,
+    `rollback` and `load` on every rank. `save` and calls inside `frozen` exchange nothing, so that a single rank may call
+    them. A copy made by `copy.deepcopy` on every rank belongs to the same group. An adapter with a group cannot be pickled.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Adapter(nn.Module):
             self._after = options.predict == "after" and bool(adapted) and not method.info.predicts_after
             self._learns = bool(adapted) or any(True for _ in method.buffers())
             self.state = State(self.engine, method, self.guard)
-            self._last: Snapshot | None = None  # the user's
-            self._good: Snapshot | None = None  # the guard's
+            self._last: Snapshot | None = None  # of the user, for `rollback`
+            self._good: Snapshot | None = None  # of the guard, from before any collapse
             if isinstance(ranks, Ranks):
                 self._require_equal(ranks)
         except BaseException:
@@ -95,7 +95,7 @@ class Adapter(nn.Module):
         wrapped.claim(self)
 
     def _attached(self, method: Method, options: Options, statistics: SourceStatistics | None, ranks: Alone) -> Engine:
-        """Attach the method to the model, and return the engine that passes it."""
+        """Attach the method to the model, and return the engine that runs the model."""
         model, vit = self._wrapped.model, self._wrapped.vit
         known = model_normalisation(vit, options.mean, options.std)
         if method.info.augments and known is None:
@@ -125,7 +125,7 @@ class Adapter(nn.Module):
         )
 
     def _require_equal(self, ranks: Ranks) -> None:
-        """Refuse ranks that would not make the same run of the same batches."""
+        """Refuse ranks that would compute different results from the same batches."""
         options = {name: value for name, value in self._options.items() if name not in COST_ONLY}
         run = json.dumps([type(self.method).__qualname__, self.method.config, options], sort_keys=True, default=repr)
         begin = fingerprint(self.engine.vit, {**self.state.initial, **self.state.constants()})["weights"]
@@ -144,12 +144,12 @@ class Adapter(nn.Module):
 
     @property
     def steps(self) -> Tensor:
-        """Number of batches that the model has adapted to."""
+        """The number of batches that the model has adapted to."""
         return self.state.steps
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let one caller in at a time, with tensors that can be trained whatever mode the caller is in."""
+        """Let one thread at a time into the block, with inference mode disabled."""
         with self._lock, torch.inference_mode(False):
             if self._unwrapped:
                 raise StateError("This adapter was unwrapped; wrap the model again with acclimate.adapt().")
@@ -158,7 +158,7 @@ class Adapter(nn.Module):
     # ---- predict and adapt ------------------------------------------------------------------------------------
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of a batch, (batch, classes); the model adapts to the batch unless it is frozen."""
+        """Return the logits of a batch, (batch, classes), and adapt the model to the batch unless it is frozen."""
         with self._alone():
             if id(self) in _FROZEN.get():
                 return self.method.predict(self._checked(images), self.engine)
@@ -166,7 +166,7 @@ class Adapter(nn.Module):
                 return self._adapt(self._checked(images))
 
     def _checked(self, images: Tensor) -> Tensor:
-        """Return the images as the model takes them, or raise an error that says what is wrong with them."""
+        """Return the images as the model takes them, or raise an error that explains why they cannot be used."""
         views = self.method.info.views
         if views == 1:
             return self._checked_view(images)
@@ -179,14 +179,14 @@ class Adapter(nn.Module):
         return torch.stack([self._checked_view(each) for each in images.unbind(1)], dim=1)
 
     def _checked_view(self, images: Tensor) -> Tensor:
-        """Check one image for each sample; a rank's share of a batch may be empty."""
+        """Check a tensor with one image per sample. A rank's share of a batch may be empty."""
         check = self.engine.vit.check
         if not self.engine.ranks.shared or not isinstance(images, Tensor) or images.ndim != 4 or len(images):
             return check(images)
         return check(images.new_zeros(1, *images.shape[1:]))[:0]
 
     def _adapt(self, images: Tensor) -> Tensor:
-        """Predict, adapt, let the guard look, and leave a record."""
+        """Predict a batch, adapt to it, let the guard check the step, and store its record."""
         start = time.perf_counter()
         adapted, state = self.engine.adapted, self.state
         samples = self.engine.ranks.start(len(images), int(state.steps), adapted.drift())
@@ -211,13 +211,16 @@ class Adapter(nn.Module):
         return step.logits
 
     def _step(self, images: Tensor, samples: int) -> tuple[Step, Tensor]:
-        """Make a step; return it and the logits of the whole batch, of which the step's may be one rank's share."""
+        """Make a step, and return it with the logits of the whole batch.
+
+        The logits of the step itself may be only one rank's share of the batch.
+        """
         engine, method, state = self.engine, self.method, self.state
         if self.guard is not None and bool(self.guard.stopped):
             step = Step(method.predict(images, engine), event="frozen: the guard stopped adaptation")
             return step, engine.ranks.gather(step.logits)
         size = int(state.batch_size)
-        # the pass after the update may fail too, and so may another rank
+        # a copy is needed because the pass after the update may fail, or another rank
         keep = self._after or engine.ranks.shared or not method.info.updates_once
         before = state.capture() if keep else None
         try:
@@ -237,7 +240,7 @@ class Adapter(nn.Module):
             else:
                 state.start(0)
             if before is not None:
-                state.apply({**before, "loss_scale": engine.loss_scale})  # an overflow has to lower the scale
+                state.apply({**before, "loss_scale": engine.loss_scale})  # keep the scale that an overflow has lowered
             if self.guard is None or not isinstance(error, NonFiniteError):
                 raise
             step = Step(method.predict(images, engine), event=f"skipped: {error}")
@@ -246,7 +249,14 @@ class Adapter(nn.Module):
             engine.adapted.set_gradient(None)
 
     def _watch(self, images: Tensor, mine: Tensor, logits: Tensor, drift: float) -> str | None:
-        """Let the guard look at a step, and act on it: `logits` are the whole batch's, `mine` those of `images`."""
+        """Let the guard check a step, and apply its decision.
+
+        Args:
+            images: This rank's share of the batch.
+            mine: The logits of `images`.
+            logits: The logits of the whole batch.
+            drift: The drift after the step.
+        """
         guard, engine, state = self.guard, self.engine, self.state
         if guard is None or not self._learns or bool(guard.stopped):
             return None
@@ -267,14 +277,14 @@ class Adapter(nn.Module):
         state.apply(self._good or state.initial)
         state.steps.fill_(steps)
         if not int(state.batch_size):
-            state.start(batch_size)  # the stream goes on, and with it its learning rates
+            state.start(batch_size)  # the stream continues, and so do its learning rates
         guard.forget()
         guard.stopped.fill_(guard.action == "freeze")
         return f"{'frozen' if guard.action == 'freeze' else 'rolled back'}: {problem}"
 
     @contextmanager
     def frozen(self) -> Iterator[Adapter]:
-        """Inside, calls from this thread predict and change nothing."""
+        """Keep the adapter frozen inside the block: calls from this thread predict and change nothing."""
         token = _FROZEN.set(_FROZEN.get() | {id(self)})
         try:
             yield self
@@ -282,20 +292,20 @@ class Adapter(nn.Module):
             _FROZEN.reset(token)
 
     def train(self, mode: bool = True) -> Adapter:
-        """Set the flag alone: dropout and batch statistics have no place in adaptation."""
+        """Set the flag `training` only. Adaptation uses neither dropout nor batch statistics."""
         self.training = mode
         return self
 
     # ---- state ------------------------------------------------------------------------------------------------
 
     def snapshot(self) -> Snapshot:
-        """Copy what adaptation may change, and remember it for `rollback`."""
+        """Return a copy of everything that adaptation may change, and keep it for `rollback`."""
         with self._alone():
             self._last = self.state.capture()
             return self._last
 
     def rollback(self, snapshot: Snapshot | None = None) -> None:
-        """Return to a snapshot of this adapter; by default to the last one."""
+        """Return to a snapshot of this adapter, by default to the last one."""
         with self._alone():
             chosen = self._last if snapshot is None else snapshot
             if chosen is None:
@@ -304,16 +314,19 @@ class Adapter(nn.Module):
             self.state.apply(chosen)
             self.record = None
             if self._good is not None and int(self._good["steps"]) > int(self.steps):
-                self._good = None  # it was taken after the snapshot, in steps that are undone now
+                self._good = None  # its steps are undone by this rollback
 
     def reset(self) -> None:
-        """Return, bit for bit, to the freshly wrapped model."""
+        """Return to the state of the freshly wrapped model, bit for bit."""
         with self._alone():
             self.state.apply(self.state.initial)
             self.record, self._last, self._good = None, None, None
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write what changed, not the backbone, to a safetensors file; `acclimate.load` continues from it."""
+        """Write the state to a safetensors file, from which `acclimate.load` can continue.
+
+        The file contains what adaptation changed, and not the backbone.
+        """
         with self._alone():
             if not is_registered(self.method):
                 raise StateError(
@@ -333,15 +346,15 @@ class Adapter(nn.Module):
             statefile.write(path, {**self.state.capture(), **self.state.constants(), **more}, header)
 
     def load(self, path: str | PathLike[str]) -> None:
-        """Continue from a state file of the same model, method and options; on any error nothing changes."""
+        """Continue from a state file of the same model, method and options. After an error nothing has changed."""
         self.resume(path, *statefile.read(path))
 
     def resume(self, path: str | PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-        """Continue from a state file that was read already; `path` is for messages."""
+        """Continue from a state file that was already read. `path` is used in error messages."""
         with self._alone():
             check_model(path, header, self.model, self.fingerprint())
             mine = {"method": self.method.name, **self.method.config, **self._options}
-            # an option that is younger than the file had no other value than its default
+            # an option that did not exist when the file was written has its default value
             defaults = {name: p.default for name, p in self.method.options().items()}
             theirs = {"method": header["method"], **defaults, **header["config"], **header["options"]}
             differences = [
@@ -385,7 +398,7 @@ class Adapter(nn.Module):
     # ---- torch.nn.Module --------------------------------------------------------------------------------------
 
     def _apply(self, fn: Any, recurse: bool = True) -> Adapter:
-        """Take along what is not a parameter or a buffer, for to(), cuda() and half()."""
+        """Apply `fn` also to tensors that are neither parameters nor buffers, for to(), cuda() and half()."""
         super()._apply(fn, recurse)
         adapted = self.engine.adapted
         adapted.source = [fn(tensor) for tensor in adapted.source]
@@ -411,7 +424,7 @@ class Adapter(nn.Module):
 
 
 def check_model(path: str | PathLike[str], header: Mapping[str, Any], model: nn.Module, mine: Mapping[str, str]) -> None:
-    """Refuse a file that is not the state of an adapter, or is that of another model."""
+    """Refuse a file that is not the state of an adapter, or that belongs to another model."""
     theirs = header.get("model")
     if not isinstance(theirs, Mapping) or "method" not in header:
         raise StateError(f"{path} is a file of acclimate's, but not the state of an adapter.")
@@ -423,5 +436,5 @@ def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _plain(value: Any) -> Any:
-    """Return an option as it comes back from JSON."""
+    """Return the value of an option in the form in which JSON returns it."""
     return list(value) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""Digests: one way to make a short, stable name of some content."""
+"""Digests, which give content a short and stable name."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import hashlib
 import json
 from typing import Any
 
-LENGTH = 16  # hexadecimal digits, of which two different contents share all with a chance of 1 in 10^19
+LENGTH = 16  # hexadecimal digits; two different contents collide with a probability of 1 in 10^19
 
 
 def digest_bytes(*contents: bytes | memoryview) -> str:
-    """Return the first digits of the SHA-256 of some bytes, one after another."""
+    """Return the first hexadecimal digits of the SHA-256 of all contents, one after another."""
     content = hashlib.sha256()
     for part in contents:
         content.update(part)
@@ -18,5 +18,5 @@ def digest_bytes(*contents: bytes | memoryview) -> str:
 
 
 def digest_json(value: Any) -> str:
-    """Return the digest of a value that JSON can hold, whatever the order of its keys."""
+    """Return the digest of a value that JSON can represent. The order of keys does not matter."""
     return digest_bytes(json.dumps(value, sort_keys=True).encode())

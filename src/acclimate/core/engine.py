@@ -1,14 +1,14 @@
-"""Exact passes over a batch: micro-batches, no backward pass for rejected samples, gradients of a mean over the kept ones.
+"""Passes over a batch and exact gradients, computed in micro-batches.
 
-In a LayerNorm model samples do not see each other, so the gradient of a mean over the samples that a method keeps is a sum
-over micro-batches, divided once at the end. That gives the numbers of the whole-batch form for the memory of one
-micro-batch. A sample that the method rejects is not passed backward, unless it shares a micro-batch with so many kept ones
-that leaving it out would cost more.
+In a LayerNorm model the samples of a batch are independent of each other. The gradient of the mean loss over the samples
+that a method keeps is therefore a sum over micro-batches, divided by the number of kept samples at the end. The result
+equals that of a pass over the whole batch, but needs the memory of one micro-batch. Samples that the method rejects get no
+backward pass, unless most samples of their micro-batch are kept: then a second forward pass would cost more.
 
-The same holds across processes: the ranks of a group each pass their share of a batch, and sums and counts are added up over
+The same holds for several processes. Each rank of a group passes its share of a batch, and sums and counts are added up over
 the ranks before the division.
 
-An engine has four parts: the passes, which are here, the parameters that adapt (`engine.adapted`), the micro-batches
+An engine has four parts: the passes, which are defined here, the parameters that adapt (`engine.adapted`), the micro-batches
 (`engine.micro_batches`), and the ranks (`engine.ranks`).
 """
 
@@ -31,73 +31,75 @@ from .parameters import AdaptedParameters
 from .ranks import Alone
 
 Objective = Callable[..., tuple[Tensor, Tensor]]
-"""A function from what a pass put out, first of all logits (batch, classes), and the extra rows that were given with the
-samples, to a loss per sample and a mask of the samples to learn from. It treats each sample on its own.
+"""The type of an objective: a function that returns a loss per sample, and a mask of the samples to learn from.
 
-If a sample is several images (batch, views, channels, height, width), its logits are (batch, views, classes).
+Its arguments are the outputs of a pass, of which the first are the logits (batch, classes), and then the extra rows that
+belong to the samples. It treats each sample on its own. If a sample consists of several images, (batch, views, channels,
+height, width), its logits are (batch, views, classes).
 """
 
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Return the Shannon entropy of softmax(logits) in nats, per sample."""
+    """Return the Shannon entropy of each prediction, softmax(logits), in nats."""
     log_p = logits.log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
 
 
 def keep_all(losses: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what an objective returns that rejects no sample."""
+    """Return the losses with a mask that keeps every sample, as an objective returns them."""
     return losses, torch.ones_like(losses, dtype=torch.bool)
 
 
 def require_finite(*outputs: Tensor) -> None:
-    """Refuse to learn from a batch whose logits or features are not finite."""
+    """Refuse outputs (logits or features) that are not finite, so that no method learns from them."""
     if not all(output.isfinite().all() for output in outputs):
         raise NonFiniteError("the logits of this batch are not finite; no update was applied.")
 
 
 @dataclass
 class GradientResult:
-    """What a gradient pass saw, in the batch's order. The gradient of the mean kept loss is in `.grad` of the parameters.
+    """The outputs of a gradient pass, in the order of the batch.
 
-    If several ranks share the batch, the tensors are of this rank's samples, and `used` and `loss` are of all: a method
-    that decides by these two decides alike on every rank.
+    The gradient of the mean loss of the kept samples is in `.grad` of the parameters. If several ranks share the batch, the
+    tensors are those of this rank's samples, while `used` and `loss` are about all samples. A decision that depends on these
+    two is therefore the same on every rank.
     """
 
     logits: Tensor
     losses: Tensor
     kept: Tensor
     used: int = 0  # samples that were kept
-    loss: float = float("nan")  # mean over them; NaN if there are none
+    loss: float = float("nan")  # mean loss over the kept samples; NaN if there are none
 
 
 @dataclass
 class PassCount:
-    """How many samples this process passed forward and backward."""
+    """The number of samples that this process has passed forward and backward."""
 
     forward: int = 0
     backward: int = 0
 
 
-_counting = threading.Lock()  # workers count too
+_counting = threading.Lock()  # worker threads count as well
 
 
 class Engine:
-    """Passes of one model over batches, and the gradients that methods learn from.
+    """The passes of one model over batches, and the gradients that methods learn from.
 
     Args:
         vit: The model.
         parameters: The parameters that adapt, by name.
-        classes: Columns of the head that exist in the target domain (indices, or a mask); the others are dropped before any
+        classes: Columns of the head that exist in the target domain (indices, or a mask). The others are dropped before any
             softmax.
-        micro_batch: Samples per pass. Default: 32; on a CPU 2 for ViT-B, more for smaller models, and half of that while a
-            method rejects many samples, so that these cost no backward pass. If the samples of a batch interact, the batch
-            is passed whole in any case.
+        micro_batch: Samples per pass. Default: 32; on a CPU 2 for ViT-B and more for smaller models, and half of that while
+            a method rejects many samples, so that fewer of these get a backward pass. If the samples of a batch interact,
+            the batch is always passed whole.
         precision: "float32", or autocast to "bfloat16" or "float16" (the latter with loss scaling).
-        compile: `torch.compile` the forward pass; a string names the backend.
-        normalisation: How pixels become what the model takes; None if that is not known.
-        rng: The generator of all random numbers of a method. Where ranks share a batch, draw the same on all of them.
+        compile: Whether to `torch.compile` the forward pass. A string names the backend.
+        normalisation: The normalisation of the images; None if it is not known.
+        rng: The generator of all random numbers of a method. Ranks that share a batch must draw the same numbers.
         ranks: The processes that share every batch.
     """
 
@@ -119,8 +121,8 @@ class Engine:
         self._dtype = PRECISIONS[precision]
         if {self._dtype, vit.dtype} == {torch.bfloat16, torch.float16}:
             raise ConfigError(
-                f"precision={precision!r}: the weights of this model are {vit.dtype}, which torch does not mix with that. "
-                "Leave it out, or convert the model with model.float()."
+                f"precision={precision!r}: the weights of this model are {vit.dtype}, which torch does not "
+                f"mix with {precision}. Leave out precision=, or convert the model with model.float()."
             )
         self.vit = vit
         self.ranks = ranks or Alone()
@@ -138,8 +140,8 @@ class Engine:
         self.rng = rng
         self.normalisation = normalisation
         self.loss_scale = torch.tensor(2.0**14 if precision == "float16" else 1.0)
-        self.batch_size = torch.tensor(0)  # of the stream, as the learning rates are for it; 0 until there is a batch
-        self.passes = PassCount()  # since the model was wrapped
+        self.batch_size = torch.tensor(0)  # that the learning rates are for; 0 before the first batch
+        self.passes = PassCount()  # counted since the model was wrapped
         self._compile = compile
         self._logits = self._compiled()
 
@@ -152,19 +154,22 @@ class Engine:
         return {name: value for name, value in self.__dict__.items() if name != "_logits"}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
-        """Restore a copy, which must not run the compiled function of the original."""
+        """Restore a copy, which compiles its own function instead of that of the original."""
         self.__dict__.update(values)
         self._logits = self._compiled()
 
     @property
     def num_classes(self) -> int:
-        """Number of the target's classes."""
+        """The number of the target's classes."""
         return self.vit.classes if self.classes is None else len(self.classes)
 
     # ---- one pass ---------------------------------------------------------------------------------------------
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of the target's classes, at least in float32, differentiable if gradients are enabled."""
+        """Return the logits of the target's classes, in float32 or float64.
+
+        They are differentiable if gradients are enabled.
+        """
         if images.ndim == 5:
             return self.forward(images.flatten(0, 1)).unflatten(0, images.shape[:2])
         self._count(forward=len(images))
@@ -173,7 +178,7 @@ class Engine:
         return self._target(logits)
 
     def forward_features(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits, and the features that entered the head, (batch, its width)."""
+        """Return the logits, and the features that enter the head, (batch, width of the head)."""
         return self._forward_with(self.vit.features, images)
 
     def _forward_with(self, passed: Callable[[Tensor], tuple[Tensor, Tensor]], images: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,13 +188,13 @@ class Engine:
         return self._target(logits), _full(more)
 
     def classify(self, features: Tensor) -> Tensor:
-        """Return the logits of the target's classes from features that enter the head, of whatever type they are."""
+        """Return the logits of the target's classes for features of any floating-point type."""
         with self.autocast():
             return self._target(self.vit.head(features.to(self.vit.dtype)))
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Inside, networks compute in the precision that was asked for."""
-        # no cache of casted weights: inside a caller's own autocast it would outlive the update of a weight
+        """Let networks compute in the chosen precision inside the block."""
+        # Cast weights are not cached: inside the caller's own autocast, a cached weight would be used after its update.
         return torch.autocast(self.vit.device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False)
 
     def _target(self, logits: Tensor) -> Tensor:
@@ -210,30 +215,30 @@ class Engine:
         return self.map(torch.no_grad()(lambda part: (self.forward(part),)), (images,))[0]
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of a batch, and the features that entered the head."""
+        """Return the logits of a batch, and the features that enter the head."""
         logits, features = self.evaluate(images, self.forward_features)
         return logits, features
 
     def class_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of a batch, and the class tokens behind all blocks (`ViT.class_tokens`)."""
+        """Return the logits of a batch, and the class tokens after all blocks (`ViT.class_tokens`)."""
         logits, tokens = self.evaluate(images, lambda part: self._forward_with(self.vit.class_tokens, part))
         return logits, tokens
 
     def evaluate(self, images: Tensor, forward: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return the outputs of another pass than the plain one. It has to treat each sample on its own."""
+        """Return the outputs of a given forward pass, which must treat each sample on its own."""
         passed = torch.no_grad()(forward)
-        if not len(images):  # a pass of nothing fails in some models: let one image tell the shapes
+        if not len(images):  # some models fail on an empty batch: get the shapes from one image
             return tuple(output[:0] for output in passed(images.new_zeros(1, *images.shape[1:])))
         return self.map(passed, (images,))
 
     def map(self, work: Callable[..., tuple[Tensor, ...]], batch: Rows, *, size: int | None = None) -> tuple[Tensor, ...]:
-        """Do some work on every micro-batch, and put the results together.
+        """Apply a function to every micro-batch, and concatenate the results.
 
         Args:
-            work: From rows of the batch's tensors to tensors with as many rows, each sample on its own. It may run in
-                another thread, so it has to say itself whether it wants gradients.
-            batch: Tensors with one row per sample, at least one.
-            size: Samples in a micro-batch, unless the user chose a size; by default what suits the model.
+            work: A function from rows of the batch's tensors to tensors with as many rows. It treats each sample on its own.
+                It may run in another thread, so that it has to enable or disable gradients itself.
+            batch: Tensors with one row per sample, and at least one row.
+            size: Samples in a micro-batch, unless the user chose a size. Default: a size that suits the model.
         """
 
         def run(parts: Sequence[Rows]) -> list[tuple[Tensor, ...]]:
@@ -254,21 +259,23 @@ class Engine:
         candidates: Tensor | None = None,
         selective: bool = False,
     ) -> GradientResult:
-        """Leave in `.grad` the gradient of the mean objective over the samples that it keeps (None if it keeps none).
+        """Compute the gradient of the mean loss over the samples that an objective keeps, and store it in `.grad`.
+
+        The gradient is None if the objective keeps no sample. If ranks share the batch, the mean is over the samples that
+        any rank keeps, and all ranks must call this method.
 
         Args:
             images: The batch.
-            objective: Loss of each sample, and which samples to keep.
-            extras: Further tensors with one row per sample. The objective gets them after the pass's outputs.
-            forward: Another pass than the plain one, from images and extras to one or more outputs, logits first
-                (`forward_features`, say). It has to treat each sample on its own.
-            candidates: Mask of the samples that may be kept. The others are not passed at all, unless the samples interact.
-            selective: Say that many may be rejected. It changes the cost, not the result.
+            objective: A function that returns the loss of each sample, and which samples to keep.
+            extras: Further tensors with one row per sample. The objective gets them after the outputs of the pass.
+            forward: A pass from images and extras to one or more outputs, logits first, instead of the plain one; for
+                example `forward_features`. It must treat each sample on its own.
+            candidates: A mask of the samples that may be kept. The others are not passed at all, unless the samples
+                interact.
+            selective: Whether many samples may be rejected. It changes the cost, but not the result.
 
         Raises:
-            NonFiniteError: if that gradient, or a logit, is not finite. Nothing has been changed but float16's loss scale.
-
-        If ranks share the batch, the mean is over the samples that any of them keeps, and all ranks have to call this.
+            NonFiniteError: If the gradient or a logit is not finite. Only the loss scale of float16 has then changed.
         """
         batch = (images, *extras)
         if candidates is not None and self.samples_interact:
@@ -300,21 +307,21 @@ class Engine:
         return GradientResult(logits, losses, kept, used, loss)
 
     def _empty(self, images: Tensor) -> GradientResult:
-        """Return the result of no sample: of an empty share of a batch, or of one of which nothing is left."""
+        """Return the result of an empty batch."""
         losses = torch.zeros(0, dtype=torch.promote_types(images.dtype, torch.float32), device=images.device)
         return GradientResult(losses.new_zeros(*images.shape[:-3], self.num_classes), losses, losses > 0)
 
     def _pass(
         self, part: Rows, passed: Callable[[Rows], tuple[Tensor, Tensor, Tensor]]
     ) -> tuple[GradientResult, Tensor | None]:
-        """Pass one micro-batch; the second result is the summed loss of the kept samples, with its graph."""
+        """Pass one micro-batch, and return its result and the summed loss of the kept samples, with its graph."""
         logits, losses, kept = passed(part)
         result, used = GradientResult(logits.detach(), losses.detach(), kept), int(kept.sum())
         if not used:
             return result, None
         if 2 * used < len(kept) and not self.samples_interact:
-            # a backward pass through everybody would cost more than a fresh pass of the few
-            logits = losses = torch.empty(0)  # frees the large graph first
+            # a second forward pass of the few kept samples costs less than a backward pass of all samples
+            logits = losses = torch.empty(0)  # free the large graph first
             self._count(backward=used)
             return result, passed(tuple(tensor[kept] for tensor in part))[1].sum()
         self._count(backward=len(kept))
@@ -329,11 +336,11 @@ class Engine:
         return total
 
     def _set_gradient(self, totals: list[list[Tensor]], count: int) -> None:
-        """Divide the sums of the workers, and of all ranks, by the number of kept samples."""
+        """Divide the sums over all workers and all ranks by the number of kept samples, and set the gradient."""
         if not count:
             self.adapted.set_gradient(None)
             return
-        # the kept samples may all be on other ranks
+        # there are no totals if all kept samples are on other ranks
         total = totals[0] if totals else [torch.zeros_like(p) for p in self.adapted.tensors]
         for more in totals[1:]:
             torch._foreach_add_(total, more)
@@ -346,11 +353,14 @@ class Engine:
                 self.loss_scale.div_(2).clamp_(min=1)
             raise
         if self._dtype is torch.float16:
-            self.loss_scale.mul_(1.002).clamp_(max=2.0**16)  # doubles in some 350 passes
+            self.loss_scale.mul_(1.002).clamp_(max=2.0**16)  # doubles in about 350 passes
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
-        """Inside, a batch is one pass, in the caller's thread and not compiled: hooks on the model see all of it."""
+        """Let every batch be one pass inside the block, in the thread of the caller and not compiled.
+
+        Hooks on the model then see the whole batch.
+        """
         usual, self._logits = self._logits, self.vit.logits
         try:
             with self.micro_batches.undivided():
@@ -361,11 +371,11 @@ class Engine:
     # ---- pixels -----------------------------------------------------------------------------------------------
 
     def to_pixels(self, images: Tensor) -> Tensor:
-        """Return pixels, at least in float32 and from 0 to 1 in an ordinary image, of images as the model takes them."""
+        """Return the pixels, nominally from 0 to 1, of images as the model takes them, in float32 or float64."""
         return self._normalised().undo(_full(images))
 
     def from_pixels(self, pixels: Tensor) -> Tensor:
-        """Return images as the model takes them, of its type, of pixels from 0 to 1."""
+        """Return images as the model takes them, in its type, from pixels between 0 and 1."""
         return self._normalised().apply(pixels).to(self.vit.dtype)
 
     def _normalised(self) -> Normalisation:
@@ -375,12 +385,12 @@ class Engine:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """Return a tensor at least in float32."""
+    """Return a tensor in float32, or in float64 if it is of that type."""
     return tensor if tensor.dtype is torch.float64 else tensor.float()
 
 
 def _restricted(objective: Objective, candidates: Tensor) -> Objective:
-    """Return an objective that keeps nothing outside of the mask over a whole batch."""
+    """Return an objective that keeps only samples inside of a mask over the whole batch."""
 
     def restricted(*outputs: Tensor) -> tuple[Tensor, Tensor]:
         losses, kept = objective(*outputs)
@@ -390,7 +400,7 @@ def _restricted(objective: Objective, candidates: Tensor) -> Objective:
 
 
 def _columns(classes: Sequence[int] | Tensor, count: int) -> list[int]:
-    """Return validated column indices of the head."""
+    """Return the columns of the head that `classes` selects, after checking them."""
     chosen = torch.as_tensor(classes)
     if chosen.dtype == torch.bool and chosen.shape == (count,):
         chosen = chosen.nonzero().flatten()

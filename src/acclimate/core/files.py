@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Functions that write files atomically: a file appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..errors import StateError
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary file to write, which takes the place of `path` in one go if the block ends well.
+    """Let the block write a temporary file, which replaces `path` atomically if the block succeeds.
 
-    `path` holds either what it held before or the whole new file, even after a crash.
+    Even after a crash, `path` holds either its previous content or the whole new file.
 
     Raises:
-        StateError: if the file cannot be written.
+        StateError: If the file cannot be written.
     """
     try:
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -32,7 +32,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         umask = os.umask(0)
         os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # a temporary file is private; a saved one is like any other
+        temporary.chmod(0o666 & ~umask)  # temporary files are private; a saved file gets the usual permissions
         _flush(temporary)
         os.replace(temporary, path)
         _flush(path.parent)
@@ -44,7 +44,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, and make the folders above it, so that nobody ever sees a part of it."""
+    """Write a file atomically, and create the folders above it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -54,7 +54,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of what is in a file. It is computed once for a file that does not change."""
+    """Return the SHA-256 of the content of a file. It is computed only once unless the file changes."""
     about = path.stat()
     return _digest(path, about.st_size, about.st_mtime_ns)
 
@@ -69,7 +69,7 @@ def _digest(path: Path, size: int, changed: int) -> str:
 
 
 def _flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk."""
+    """Flush a file, or the entries of a folder, to the disk."""
     if os.name == "nt" and path.is_dir():
         return  # Windows cannot open a folder, and needs no such flush
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)

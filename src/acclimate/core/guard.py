@@ -1,8 +1,8 @@
-"""Watches a run for collapse.
+"""The guard, which watches a run for collapse.
 
-Suspicion is cheap: it looks at what the model predicts. A stream may well show one class for an hour, so a verdict needs
-more: while a run is suspect, the source model is asked about the same images, and only if it no longer agrees has the
-adapted model collapsed.
+The guard first checks the predictions of the model, which is cheap. But few classes among them do not prove a collapse,
+because the images of a stream may all be of one class for a long time. While a run is suspect, the source model therefore
+predicts the same images. The adapted model has collapsed only if the source model disagrees with it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from torch import Tensor, nn
 from ..errors import ConfigError, require_between
 from .engine import entropy
 
-ENOUGH_ANSWERS = 32  # samples the source model is asked about before a verdict
+ENOUGH_ANSWERS = 32  # samples that the source model predicts before a decision
 
 
 class Guard(nn.Module):
-    """Limits of a healthy run, and what to do when one is passed.
+    """The limits of a healthy run, and the action to take when a limit is exceeded.
 
-    Logits or a gradient that are not finite are never learned from: that step is skipped. A collapse, or a drift beyond its
-    limit, brings back the last good snapshot, or the source if there is none yet; then the run goes on ("rollback") or
-    adaptation stops until `reset` or `rollback` is called ("freeze").
+    No method learns from logits or gradients that are not finite: such a step is skipped. After a collapse, or a drift
+    beyond its limit, the adapter returns to the last good snapshot, or to the source model if there is none yet. Then the
+    run continues ("rollback"), or adaptation stops until `reset` or `rollback` is called ("freeze").
 
     Args:
-        window: How many of the latest predictions are looked at.
-        diversity: Effective number of classes among them (the exponential of their entropy), as a share of all classes, up
-            to which the run is suspect; with less than 200 classes, two are suspect.
-        floor: Mean entropy of the predictions, as a share of ln C, below which the run is suspect.
-        agreement: Share of a suspect run's predictions that the source model has to share, or else it has collapsed.
-        drift: Largest distance from the source parameters, relative to their length.
+        window: The number of latest predictions that are checked.
+        diversity: The effective number of classes among them (the exponential of the entropy of their frequencies), as a
+            share of all classes, up to which the run is suspect. With fewer than 200 classes, up to two classes are suspect.
+        floor: The mean entropy of the predictions, as a share of ln C for C classes, below which the run is suspect.
+        agreement: The share of a suspect run's predictions that the source model must share. Below it, the run has
+            collapsed.
+        drift: The largest allowed distance from the source parameters, divided by their norm.
         action: "rollback" or "freeze".
     """
 
@@ -74,11 +75,11 @@ class Guard(nn.Module):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The arguments that make an equal guard, with nothing seen yet."""
+        """The arguments that create a guard with the same limits."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
     def observe(self, logits: Tensor) -> None:
-        """Remember the predictions of a batch."""
+        """Store the predictions of a batch and their entropies in the window."""
         latest = logits[-self.window :]
         where = (int(self.seen) + torch.arange(len(latest), device=self.predictions.device)) % self.window
         self.predictions[where] = latest.argmax(-1).to(self.predictions.device)
@@ -87,24 +88,35 @@ class Guard(nn.Module):
         self.since_good += len(latest)
 
     def effective_classes(self, newest: int | None = None) -> float:
-        """How many classes the window, or its newest part, would be spread over if all were equally frequent."""
+        """Return the effective number of classes in the window, or among its `newest` predictions.
+
+        It is the exponential of the entropy of the class frequencies.
+        """
         count = newest or self.window
         where = (int(self.seen) - 1 - torch.arange(count, device=self.predictions.device)) % self.window
         share = self.predictions[where].bincount().float() / count
         return float((-torch.xlogy(share, share).sum()).exp())
 
     def few(self, num_classes: int) -> float:
-        """So few effective classes are suspect; of two or three classes in all, one is."""
+        """Return the effective number of classes up to which a run is suspect.
+
+        If there are only two or three classes in total, it is between one and two.
+        """
         return min(max(2.0, self.diversity * num_classes), 1 + 0.2 * (num_classes - 1))
 
     def suspects(self, num_classes: int) -> bool:
+        """Return whether the predictions in the window suggest a collapse."""
         if int(self.seen) < self.window:
             return False
         low = float(self.entropies.mean()) < self.floor * math.log(num_classes)
         return low or self.effective_classes() <= self.few(num_classes)
 
     def collapsed(self, agrees: Tensor) -> bool:
-        """Add the source model's answers about a suspect batch; True when they convict, and the case starts afresh."""
+        """Return whether the run has collapsed, given the samples of a suspect batch on which the source model agrees.
+
+        No decision is made before the source model has predicted `ENOUGH_ANSWERS` samples. After a decision all counts start
+        again.
+        """
         self.asked += len(agrees)
         self.agreed += int(agrees.sum())
         if int(self.asked) < ENOUGH_ANSWERS:
@@ -114,12 +126,16 @@ class Guard(nn.Module):
         return guilty
 
     def forget(self) -> None:
-        """Start with an empty window."""
+        """Clear the window and all counts."""
         for counter in (self.seen, self.asked, self.agreed, self.since_good):
             counter.zero_()
 
     def good(self, num_classes: int) -> bool:
-        """Whether a window has passed since the last good snapshot, well spread over the classes to its very end."""
+        """Return whether it is time for a good snapshot.
+
+        It is if a full window has passed since the last one, and the predictions are spread over enough classes, in the
+        whole window and in its newest quarter.
+        """
         if int(self.since_good) < self.window:
             return False
         few = self.few(num_classes)
@@ -130,4 +146,5 @@ class Guard(nn.Module):
         return True
 
     def extra_repr(self) -> str:
+        """Return the limits, for `repr`."""
         return ", ".join(f"{name}={value!r}" for name, value in self.config.items())

@@ -1,8 +1,9 @@
-"""The contract that a test-time adaptation method keeps.
+"""The contract of a test-time adaptation method.
 
-A method is a `torch.nn.Module`. What it learns is a parameter, what it remembers is a buffer, the rest is optimizer state;
-so reset, snapshot, save and rollback are written once, in the adapter. Its constructor is its configuration: typed keyword
-arguments with the paper's defaults, each stored under its own name. What it is and needs is declared in `info`.
+A method is a `torch.nn.Module`. The tensors that it learns are parameters, and those that it remembers are buffers;
+everything else is state of the optimizer. Therefore the adapter can implement reset, snapshot, save and rollback for all
+methods. The constructor is the configuration: typed keyword arguments with the defaults of the paper, each stored under its
+own name. The class attribute `info` declares what the method is and what it needs.
 """
 
 from __future__ import annotations
@@ -24,35 +25,37 @@ if TYPE_CHECKING:
 
 @dataclass
 class Step:
-    """What a method's step returns: its prediction, and what it did to make or to follow it."""
+    """The result of one step of a method: its prediction, and what it learned."""
 
-    logits: Tensor  # or what stands for them: its softmax is taken as the prediction
-    used: int = 0  # samples that it learned from
+    logits: Tensor  # or equivalent values, whose softmax is the prediction
+    used: int = 0  # samples that the method learned from
     loss: float | None = None
-    recovery: float | None = None  # moving average that triggers a recovery, for methods that have one
+    recovery: float | None = None  # moving average that triggers a recovery, if the method has one
     event: str | None = None
 
 
 @dataclass(frozen=True)
 class Info:
-    """What a method is, what it needs, and what it costs. A method whose options change one of these replaces its own.
+    """The description of a method: what it is, what it needs, and what it costs.
+
+    A method whose options change one of these replaces its own `info`.
 
     Args:
         paper: Authors, venue and year.
-        adapts: What it changes, in a few words.
-        remembers: What it keeps from step to step, beside what adapts.
-        needs: Kinds of source statistics that it cannot do without.
-        augments: Whether it uses `engine.to_pixels`. A model whose normalisation is not known is then refused when it is
-            wrapped.
-        passes: Forward and backward passes of an image in a step, at most.
-        views: Images that make up one sample. Where it is not 1, a batch is (batch, views, channels, height, width).
-        predicts_after: Whether the logits of a step come from after its update in any case.
-        updates_once: Whether nothing can fail after a step's first update. Otherwise the adapter keeps a copy of the state
-            during a step.
-        far_from_source: Whether its parameters go far from the source values on purpose. That distance is then no sign of a
-            collapse.
-        quick: Options with which the conformance suite runs, where the defaults would take it long.
-        exceptions: Checks of the conformance suite that it cannot meet, each with the reason.
+        adapts: What the method changes, in a few words.
+        remembers: What it keeps from step to step, in addition to what adapts.
+        needs: The kinds of source statistics that it requires.
+        augments: Whether it uses `engine.to_pixels`. If so, a model whose normalisation is not known cannot be wrapped.
+        passes: The largest number of forward and backward passes of an image in a step.
+        views: The number of images that make up one sample. If it is not 1, a batch is (batch, views, channels, height,
+            width).
+        predicts_after: Whether the logits of a step always come from after its update.
+        updates_once: Whether nothing can fail after the first update of a step. Otherwise the adapter keeps a copy of the
+            state during a step.
+        far_from_source: Whether the method moves its parameters far from the source values on purpose. If so, a large drift
+            is no sign of a collapse.
+        quick: Options that the conformance suite uses if the defaults would take long.
+        exceptions: Checks of the conformance suite that the method cannot pass, each with the reason.
     """
 
     paper: str = ""
@@ -71,7 +74,7 @@ class Info:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a method may use when it is attached to a model.
+    """The objects that a method may use when it is attached to a model.
 
     Args:
         rng: The generator of all random numbers.
@@ -98,32 +101,41 @@ class Method(nn.Module):
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:
-        """Return the constructor's keyword arguments."""
+        """Return the keyword arguments of the constructor."""
         parameters = inspect.signature(cls.__init__, eval_str=False).parameters
         return {name: p for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration that makes an equal method: `type(method)(**method.config)`."""
+        """The configuration that creates an equal method: `type(method)(**method.config)`."""
         return {name: getattr(self, name) for name in self.options()}
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
-        """Prepare a model for adaptation, and return the parameters that will change. Draw from `setup.rng` alone."""
+        """Prepare a model for adaptation, and return the parameters that will adapt.
+
+        Random numbers must be drawn from `setup.rng` only.
+        """
         return []
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer | None:
-        """Return the optimizer over those parameters, with the learning rates for batches of this size.
+        """Return the optimizer of the adapted parameters, with learning rates for batches of this size.
 
-        Where the size of the batches changes, this is called again for its learning rates.
+        If the batch size changes, the adapter calls this method again to get the new learning rates.
         """
         return None
 
     def step(self, images: Tensor, engine: Engine) -> Step:
-        """Predict one batch and learn from it. Change buffers after the gradients are known to be finite."""
+        """Predict one batch and learn from it.
+
+        Buffers must be changed only when the gradients are known to be finite.
+        """
         raise NotImplementedError
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
-        """Return logits without learning, for frozen calls and after an update. Exchange nothing with other ranks."""
+        """Return logits without learning, for frozen calls and for predictions after an update.
+
+        This method must not exchange anything with other ranks.
+        """
         return engine.predict(images)
 
     def extra_repr(self) -> str:
@@ -132,5 +144,8 @@ class Method(nn.Module):
 
 
 def scaled_lr(batch_size: int, at_64: float = 0.001) -> float:
-    """Return the learning rate that the field uses for the norms of ViT-B, which is proportional to the batch size."""
+    """Return the learning rate for the norms of ViT-B, which is proportional to the batch size.
+
+    The default is the usual value of the literature.
+    """
     return at_64 * batch_size / 64

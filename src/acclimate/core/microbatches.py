@@ -1,4 +1,4 @@
-"""Micro-batches: a batch is cut into parts, which worker threads pass side by side on a CPU."""
+"""Micro-batches: the parts of a batch, which worker threads pass in parallel on a CPU."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from torch import Tensor
 from ..errors import ConfigError
 
 T = TypeVar("T")
-Rows = tuple[Tensor, ...]  # the images of some samples, and whatever else has one row per sample
+Rows = tuple[Tensor, ...]  # images, and other tensors with one row per sample
 
-MAX_WORKERS = 4  # each holds one micro-batch and one gradient
-TOKENS_AT_ONCE = 2 * 197 * 768  # times width: two images in ViT-B, large enough to be efficient, small enough to be cheap
+MAX_WORKERS = 4  # each needs memory for one micro-batch and one gradient
+TOKENS_AT_ONCE = 2 * 197 * 768  # tokens times width of two images in ViT-B: efficient, and small in memory
 GPU_SIZE = 32
 
 
 class MicroBatches:
-    """How a batch is cut, and who passes the parts.
+    """The rule by which a batch is cut into parts, and the workers that pass the parts.
 
     Args:
-        size: Samples in a part; by default what suits the model and the device.
-        work: Tokens times width of one image, which decide the default on a CPU.
-        whole: Never cut a batch, because its samples interact.
-        threads: Pass parts in worker threads where the images are on a CPU.
+        size: Samples in a part. Default: a size that suits the model and the device.
+        work: Tokens of one image times the width of the model, which determine the default size on a CPU.
+        whole: Whether a batch is never cut, because its samples interact.
+        threads: Whether worker threads pass the parts if the images are on a CPU.
     """
 
     def __init__(self, size: int | None, *, work: int, whole: bool, threads: bool) -> None:
         if size is not None and (not isinstance(size, int) or size < 1):
             raise ConfigError(f"micro_batch={size!r}: give a whole number of samples, at least 1.")
         self.whole = whole
-        self.kept_share = torch.tensor(0.0)  # of the last batch's samples; the adapter notes it after each step
+        self.kept_share = torch.tensor(0.0)  # of the last batch's samples; the adapter sets it after each step
         self._size = size
         self._work = work
         self._threads = threads
@@ -47,12 +47,14 @@ class MicroBatches:
     def map(
         self, run: Callable[[Sequence[Rows]], T], batch: Rows, *, selective: bool = False, size: int | None = None
     ) -> list[T]:
-        """Give each worker a contiguous run of parts, so that sums have one order; return what the workers made of them.
+        """Apply a function to consecutive parts in each worker, and return the results of the workers.
+
+        Each worker gets a contiguous sequence of parts, so that sums are always computed in the same order.
 
         Args:
-            run: Work on a run of parts. It may be called in another thread.
+            run: A function of a sequence of parts. It may be called in another thread.
             batch: Tensors with one row per sample, the images first.
-            selective: Say that many samples may be rejected: then parts are smaller while many are.
+            selective: Whether many samples may be rejected. If so, parts are smaller while many are.
             size: Samples in a part, unless the user chose a size.
         """
         threads = torch.get_num_threads()
@@ -81,7 +83,7 @@ class MicroBatches:
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
-        """Inside, a batch is one part."""
+        """Let every batch be one part inside the block."""
         size, self._size = self._size, sys.maxsize
         try:
             yield
@@ -91,18 +93,18 @@ class MicroBatches:
 
 def _compute_on(cores: int) -> None:
     torch.set_num_threads(cores)
-    torch.get_num_threads()  # a thread takes over the process's default at its first use of torch: let that be now
+    torch.get_num_threads()  # a thread reads the default of the process when it first uses torch: let it do so now
 
 
 @lru_cache(maxsize=1)
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Return the worker threads, which divide the cores among themselves and serve all adapters of the process."""
+    """Return the worker threads, which share the cores evenly and serve all adapters of the process."""
     workers = min(threads, MAX_WORKERS)
     pool = ThreadPoolExecutor(workers, "acclimate", initializer=_compute_on, initargs=(threads // workers,))
     everybody = threading.Barrier(workers)
     for started in [pool.submit(everybody.wait) for _ in range(workers)]:
         started.result()
-    torch.set_num_threads(threads)  # what a worker sets would otherwise be the default of every thread started later
+    torch.set_num_threads(threads)  # otherwise the setting of a worker would be the default of later threads
     return pool
 
 

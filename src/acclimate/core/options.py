@@ -11,12 +11,12 @@ from torch import Tensor
 from ..errors import ConfigError
 from .guard import Guard
 
-COST_ONLY = {"micro_batch", "compile"}  # options that change the cost of a run, and its result by rounding only
+COST_ONLY = {"micro_batch", "compile"}  # options that change the cost of a run, and the result only by rounding
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a model is adapted, whatever the method. `acclimate.adapt` explains each."""
+    """The options of an adapter that all methods share. `acclimate.adapt` explains each of them."""
 
     classes: Sequence[int] | Tensor | None = None
     predict: str = "before"
@@ -35,13 +35,13 @@ class Options:
             raise ConfigError(f"guard={self.guard!r}: give an acclimate.Guard, or None for no guard.")
 
     def new_guard(self) -> Guard | None:
-        """Return a guard with nothing seen yet: every adapter has its own."""
+        """Return a new guard, because every adapter needs its own."""
         if self.guard is None:
             return None
         return Guard(**(self.guard.config if isinstance(self.guard, Guard) else {}))
 
     def header(self, classes: list[int] | None) -> dict[str, Any]:
-        """Return the options as a state file keeps them, with the classes as validated columns of the head."""
+        """Return the options in the form of a state file, with `classes` as checked columns of the head."""
         guard = self.new_guard()
         return {
             "classes": classes,

@@ -1,4 +1,4 @@
-"""The parameters that adapt: their source values, their gradient, their optimizer, and other values for a while."""
+"""The parameters that adapt, with their source values, their gradients and their optimizer."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class AdaptedParameters:
         self._gradient_norm = 0.0
 
     def set_source(self, values: list[Tensor]) -> None:
-        """Take these tensors, without a copy, as the source values."""
+        """Use these tensors, without copying them, as the source values."""
         self.source = values
         self._source_norm = float(global_norm(values)) if values else 0.0
 
     # ---- gradient and update ----------------------------------------------------------------------------------
 
     def set_gradient(self, gradient: Sequence[Tensor] | None) -> None:
-        """Set the gradient of all parameters, or remove it.
+        """Set the gradients of all parameters, or remove them if `gradient` is None.
 
         Raises:
-            NonFiniteError: if the gradient is not finite. The parameters then have no gradient.
+            NonFiniteError: If the gradient is not finite. The parameters then have no gradient.
         """
         for p in self.tensors:
             p.grad = None
@@ -50,7 +50,10 @@ class AdaptedParameters:
             p.grad = values
 
     def amend_gradient(self, *, times: float = 1.0, plus: Sequence[Tensor] | None = None) -> None:
-        """Multiply the gradient, and add a term for each parameter. The term has to be the same on all ranks."""
+        """Multiply the gradient by `times`, and add a term for each parameter.
+
+        The term must be the same on all ranks.
+        """
         gradients = [p.grad for p in self.tensors if p.grad is not None]
         torch._foreach_mul_(gradients, times)
         if plus is not None:
@@ -60,37 +63,43 @@ class AdaptedParameters:
             raise NonFiniteError("the amended gradient of this batch is not finite; no update was applied.")
 
     def zero_gradient(self) -> None:
-        """Set a gradient of zeros. An optimizer step then still moves the parameters by their momentum."""
+        """Set all gradients to zero.
+
+        An optimizer step with a gradient of zeros still moves the parameters by their momentum.
+        """
         for p in self.tensors:
             p.grad = torch.zeros_like(p)
 
     def gradient_norm(self) -> float:
-        """Return the length of the gradient over all parameters."""
+        """Return the Euclidean norm of the gradient over all parameters."""
         return float(global_norm([p.grad for p in self.tensors if p.grad is not None]))
 
     def update(self) -> None:
-        """Take one optimizer step along the gradient, and remove the gradient."""
+        """Make one optimizer step, and remove the gradient."""
         assert self.optimizer is not None, "the adapter builds the optimizer before a method's first step"
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def restore(self, *, keep_momentum: bool = False) -> None:
-        """Return to the source values, and forget the optimizer's state unless it is to be kept."""
+        """Set the source values again, and clear the optimizer's state unless `keep_momentum` is set."""
         self._assign(self.source)
         if not keep_momentum and self.optimizer is not None:
             self.optimizer.state.clear()
 
     def drift(self) -> float:
-        """Return the distance from the source values, relative to their length, which counts as 1 at least."""
+        """Return the distance from the source values, divided by the norm of the source values.
+
+        A norm below 1 counts as 1.
+        """
         with torch.no_grad():
             moved = [torch.dist(p, source) for p, source in zip(self.tensors, self.source)]
         return float(torch.stack(moved).norm()) / max(self._source_norm, 1.0) if moved else 0.0
 
-    # ---- other values for a while -----------------------------------------------------------------------------
+    # ---- temporary values -------------------------------------------------------------------------------------
 
     @contextmanager
     def perturbed(self, rho: float) -> Iterator[None]:
-        """Inside, the parameters are at distance `rho` along the gradient."""
+        """Keep the parameters moved by a distance of `rho` along the gradient inside the block."""
         with self._kept():
             with torch.no_grad():
                 gradients = [p.grad for p in self.tensors if p.grad is not None]
@@ -99,7 +108,10 @@ class AdaptedParameters:
 
     @contextmanager
     def using(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """Inside, the parameters have these values, for passes alone. The storages are exchanged, and nothing is copied."""
+        """Keep these values in the parameters inside the block, for forward passes only.
+
+        The storages are exchanged, so that nothing is copied.
+        """
         self._exchange(values)
         try:
             yield
@@ -108,14 +120,14 @@ class AdaptedParameters:
 
     @contextmanager
     def at_source(self) -> Iterator[None]:
-        """Inside, the parameters have their source values."""
+        """Keep the source values in the parameters inside the block."""
         with self._kept():
             self.restore(keep_momentum=True)
             yield
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Afterwards, the parameters have the values of before, bit for bit."""
+        """Let the block change the parameters, and restore their values bit for bit afterwards."""
         before = [p.detach().clone() for p in self.tensors]
         try:
             yield
@@ -133,5 +145,5 @@ class AdaptedParameters:
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the Euclidean length of all tensors laid end to end."""
+    """Return the Euclidean norm of all tensors taken as one vector."""
     return torch.stack(torch._foreach_norm(list(tensors))).norm()

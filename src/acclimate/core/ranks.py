@@ -1,9 +1,9 @@
-"""One process, or several that adapt to one stream: each passes its share of every batch, and all make the same update.
+"""The processes that adapt to one stream: each passes its share of every batch, and all make the same update.
 
-Every exchange begins with a meeting, in which each rank says where it is and brings a few numbers. The form is always the
-same, so a rank that fails brings its error to the next meeting of the others, whatever that is for, and all raise it
-together instead of waiting for one another; ranks that went different ways find out in the same manner. What a meeting
-cannot see is a rank that died or never calls: the group's own timeout ends that wait.
+Every exchange begins with a meeting, in which each rank tells the others its place in the program and a few numbers. All
+meetings have the same format. A rank that fails therefore sends its error to the next meeting of the others, and all ranks
+raise the error together instead of waiting for each other. Ranks that execute different calls are detected in the same way.
+A rank that died or makes no call cannot be detected: the timeout of the group ends such a wait.
 """
 
 from __future__ import annotations
@@ -23,47 +23,48 @@ from ..errors import AcclimateError, ConfigError, InputError, NonFiniteError, St
 
 OCCASIONS = ("the start of a batch", "a gradient", "a gather", "the end of a load", "a failure")
 BATCH, GRADIENT, GATHER, LOADED, FAILURE = range(len(OCCASIONS))
-NUMBERS = 3  # that each rank brings to a meeting
-ON_CPU = ("gloo", "mpi")  # backends that take every tensor there; others exchange it where the model is
+NUMBERS = 3  # that each rank can send in a meeting
+ON_CPU = ("gloo", "mpi")  # backends that exchange tensors on the CPU; others do so on the device of the model
 
 
 class Alone:
-    """One process, which has every batch for itself."""
+    """A single process, which passes every batch alone."""
 
     rank = 0
     count = 1
     shared = False  # whether several ranks may share a batch
 
     def together(self) -> AbstractContextManager[None]:
-        """Inside, what fails on one rank fails on all of them, once they next exchange something."""
+        """Let an error on one rank inside the block be raised on all ranks at their next exchange."""
         return nullcontext()
 
     def start(self, samples: int, steps: int, drift: float) -> int:
-        """Begin a batch of which this rank has so many samples, and return how many all ranks have."""
+        """Begin a batch of which this rank has `samples` samples, and return the number of samples on all ranks."""
         return samples
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Return the rows of all ranks, in the order of ranks, from one row per sample of this rank's share of a batch.
+        """Return the rows of all ranks, in the order of ranks, given one row per sample of this rank's share of a batch.
 
-        A method that remembers samples (a bank), or that compares the samples of a batch (the k surest), has to do so with
-        what this returns. All ranks have to call it.
+        A method that stores samples, or that compares the samples of a batch with each other, must use these rows. All ranks
+        must call this method.
         """
         return tensor
 
     def positions(self, images: Tensor) -> tuple[Tensor, int]:
-        """Return the positions of this rank's samples in the whole batch, and how many samples that has.
+        """Return the positions of this rank's samples in the whole batch, and the size of the whole batch.
 
-        What is drawn for each sample has to be drawn for the whole batch, of which a rank then takes its positions: so all
-        ranks draw the same, and what one process would. All ranks have to call this.
+        Random numbers per sample must be drawn for the whole batch, and each rank then uses those at its positions. All
+        ranks then draw the same numbers, and these are the numbers that one process would draw. All ranks must call this
+        method.
         """
         return torch.arange(len(images)), len(images)
 
     def share(self, rows: Tensor) -> Tensor:
-        """Return this rank's part of rows that all ranks hold. `gather` puts the parts together."""
+        """Return this rank's part of rows that all ranks hold. `gather` concatenates the parts again."""
         return rows
 
     def mean(self, values: Tensor) -> tuple[int, float]:
-        """Return how many values all ranks have, and their mean, NaN if there are none."""
+        """Return the number of values on all ranks, and their mean, which is NaN if there are none."""
         return len(values), float(values.mean())
 
     def sum(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -79,7 +80,7 @@ class Ranks(Alone):
 
     Args:
         group: A `torch.distributed` process group.
-        model: Of this rank; its device is where tensors are exchanged, if the group's backend can.
+        model: The model of this rank. Tensors are exchanged on its device, if the backend of the group supports that.
     """
 
     shared = True
@@ -103,12 +104,12 @@ class Ranks(Alone):
 
     @property
     def device(self) -> torch.device:
-        """Where tensors are exchanged."""
+        """The device on which tensors are exchanged."""
         here = next(self.model.parameters()).device
         return torch.device("cpu") if self._backends.get(here.type, "gloo") in ON_CPU else here
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        """Of the same group: a copy of an adapter adapts with the copies on the other ranks."""
+        """Return a copy in the same group: a copied adapter adapts with the copies on the other ranks."""
         return Ranks(self.group, copy.deepcopy(self.model, memo))
 
     def __reduce__(self) -> NoReturn:
@@ -120,10 +121,10 @@ class Ranks(Alone):
     # ---- exchanges --------------------------------------------------------------------------------------------
 
     def meet(self, place: int, *numbers: float, error: Exception | None = None) -> list[list[float]]:
-        """The numbers of every rank, in the order of ranks.
+        """Exchange a few numbers, and return those of every rank in the order of ranks.
 
         Raises:
-            AcclimateError: the same on every rank, if one brings an error or they are not all at the same place.
+            AcclimateError: The same error on every rank, if one rank reports an error or the ranks are at different places.
         """
         report = b"" if error is None else _report(error)
         mine = torch.zeros(2 + NUMBERS, dtype=torch.float64)
@@ -141,6 +142,7 @@ class Ranks(Alone):
 
     @contextmanager
     def together(self) -> Iterator[None]:
+        """Let an error on this rank inside the block be raised on all ranks at their next exchange."""
         try:
             yield
         except Exception as error:
@@ -149,9 +151,10 @@ class Ranks(Alone):
             raise
 
     def start(self, samples: int, steps: int, drift: float) -> int:
+        """Begin a batch, check that all ranks are at the same step and drift, and return the size of the whole batch."""
         table = self.meet(BATCH, samples, steps, math.inf if math.isnan(drift) else drift)
         for rank, (_, theirs, far) in enumerate(table):
-            # drift may be rounded differently on another kind of device
+            # devices of different kinds may round the drift differently
             if theirs != table[0][1] or not math.isclose(far, table[0][2], rel_tol=1e-4, abs_tol=1e-6):
                 raise _agreed(
                     StateError(
@@ -166,21 +169,26 @@ class Ranks(Alone):
         return total
 
     def mean(self, values: Tensor) -> tuple[int, float]:
+        """Return the number of values on all ranks, and their mean, which is NaN if there are none."""
         table = self.meet(GRADIENT, len(values), float(values.double().sum()))
         count, total = (sum(column) for column in zip(*table))
         return int(count), total / count if count else math.nan
 
     def finish_load(self) -> None:
+        """Wait until every rank has read its state file."""
         self.meet(LOADED)
 
     def positions(self, images: Tensor) -> tuple[Tensor, int]:
+        """Return the positions of this rank's samples in the whole batch, and the size of the whole batch."""
         owners = self.gather(torch.full((len(images), 1), self.rank))[:, 0]
         return (owners == self.rank).nonzero()[:, 0], len(owners)
 
     def share(self, rows: Tensor) -> Tensor:
+        """Return this rank's part of rows that all ranks hold."""
         return rows.tensor_split(self.count)[self.rank]
 
     def gather(self, tensor: Tensor) -> Tensor:
+        """Return the rows of all ranks, in the order of ranks."""
         row = math.prod(tensor.shape[1:]) * tensor.element_size()
         table = self.meet(GATHER, len(tensor), row)
         if len({size for _, size in table}) > 1:
@@ -191,6 +199,7 @@ class Ranks(Alone):
         return torch.cat(parts).to(tensor.device).view(tensor.dtype).view(rows, *tensor.shape[1:])
 
     def sum(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return each tensor summed over the ranks."""
         flat = torch.cat([tensor.flatten() for tensor in tensors]).to(self.device)
         with _connected():
             dist.all_reduce(flat, group=self.group)
@@ -198,7 +207,7 @@ class Ranks(Alone):
         return [piece.view_as(tensor).to(tensor.dtype) for piece, tensor in zip(pieces, tensors)]
 
     def differing(self, digests: Mapping[str, str]) -> dict[str, list[int]]:
-        """The ranks whose hexadecimal digest is not that of rank 0, by what was digested."""
+        """Return the ranks whose hexadecimal digest differs from that of rank 0, by the name of the digest."""
         mine = torch.tensor([list(bytes.fromhex(digest)) for digest in digests.values()], dtype=torch.uint8)
         table = self.gather(mine[None])
         same = (table == table[0]).all(-1)
@@ -206,7 +215,7 @@ class Ranks(Alone):
         return {what: ranks for what, ranks in found.items() if ranks}
 
     def _exchange(self, mine: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor]:
-        """The bytes of every rank; `sizes` says how many each has, by default as many as this one."""
+        """Return the bytes of every rank. `sizes` are their numbers of bytes; by default all are equal."""
         sizes = sizes or [len(mine)] * self.count
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: len(mine)] = mine
@@ -217,13 +226,13 @@ class Ranks(Alone):
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Any type travels as bytes: no backend has to know it, and nothing is rounded."""
+    """Return a tensor as bytes, which every backend can send without rounding."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 
 
 @contextmanager
 def _connected() -> Iterator[None]:
-    """A lost connection cannot be told to anybody."""
+    """Let a lost connection inside the block raise an error that is not sent to other ranks."""
     try:
         yield
     except RuntimeError as error:
@@ -231,23 +240,26 @@ def _connected() -> Iterator[None]:
 
 
 def _agreed(error: Exception) -> Exception:
-    """Mark an error that all ranks know of."""
+    """Mark an error as known to all ranks."""
     error.agreed = True  # type: ignore[attr-defined]
     return error
 
 
 def _report(error: Exception) -> bytes:
-    """The nearest kind of error that the other ranks can raise too, and what it says."""
+    """Return the message of an error, with the closest class of errors that the other ranks can raise."""
     known = [cls.__name__ for cls in type(error).__mro__ if cls.__module__ == errors.__name__]
     text = f"{known[0]}\n{error}" if known else f"{AcclimateError.__name__}\n{type(error).__name__}: {error}"
     return text[:2000].encode(errors="replace")
 
 
 def _raise_together(error: Exception | None, reports: Sequence[str]) -> NoReturn:
-    """Raise what all ranks raise: this rank's own error if all have the same or nobody else could raise it."""
+    """Raise the same error on all ranks.
+
+    It is this rank's own error if all ranks report the same, or if only this rank can raise it.
+    """
     if error is not None and (len(set(reports)) == 1 or not isinstance(error, AcclimateError)):
         raise _agreed(error)
-    # an error that the guard would pass over must not hide a graver one of another rank
+    # a NonFiniteError, which the guard may skip, comes last, so that it hides no other error
     failed = sorted((text.startswith(NonFiniteError.__name__), rank) for rank, text in enumerate(reports) if text)
     rank = failed[0][1]
     kind, message = reports[rank].split("\n", 1)

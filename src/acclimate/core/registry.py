@@ -1,4 +1,4 @@
-"""The methods by name: built in, registered by a user, found as entry points, or read from a Python file."""
+"""The registry of methods: built in, registered by a user, found as entry points, or read from a Python file."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from typing import Any, TypeVar
 from ..errors import ConfigError, nearest
 from .method import Method
 
-GROUP = "acclimate.methods"  # of entry points; built-in methods are the modules of the package of the same name
-DEFAULT_METHODS = ("source", "tent", "sar", "dct")  # what a bench compares by default; lists begin with them
+GROUP = "acclimate.methods"  # the group of entry points, and the package of the built-in methods
+DEFAULT_METHODS = ("source", "tent", "sar", "dct")  # compared in a bench by default, and listed first
 
 M = TypeVar("M", bound=type[Method])
 _REGISTRY: dict[str, type[Method]] = {}
-_FILES: dict[Path, list[str]] = {}  # Python files that were read, and the methods that each registered
+_FILES: dict[Path, list[str]] = {}  # files that were read, and the methods that they registered
 
 
 def register(name: str) -> Callable[[M], M]:
     """Return a class decorator that makes a method known by name to `adapt`, the state file and the command line."""
 
     def decorate(cls: M) -> M:
-        # a built-in one may be imported before the others, which may need it, as when it comes out of a pickle
+        # A built-in method may be imported before the others, for example by pickle, and the others may import it.
         if not cls.__module__.startswith(f"{GROUP}."):
             _load_all()
         signature = inspect.signature(cls.__init__)
@@ -48,13 +48,13 @@ def register(name: str) -> Callable[[M], M]:
 
 
 def list_methods() -> list[str]:
-    """Return the names of all registered methods, the usual four first."""
+    """Return the names of all registered methods. The default methods come first."""
     _load_all()
     return [*DEFAULT_METHODS, *sorted(_REGISTRY.keys() - set(DEFAULT_METHODS))]
 
 
 def find(method: str | type[Method]) -> type[Method]:
-    """Return the class of a method, given by name, as itself, or by the Python file that registers it."""
+    """Return the class of a method, given its name, the class itself, or the Python file that registers it."""
     if isinstance(method, type) and issubclass(method, Method):
         return method
     if str(method).endswith(".py"):
@@ -71,7 +71,7 @@ def find(method: str | type[Method]) -> type[Method]:
 
 
 def create(method: str | type[Method], options: Mapping[str, Any]) -> Method:
-    """Return a method with its options; an option that it does not have is an error that names the nearest one."""
+    """Return a method with its options, and raise an error that suggests a name if an option is unknown."""
     cls = find(method)
     known = cls.options()
     for name in options:
@@ -82,15 +82,15 @@ def create(method: str | type[Method], options: Mapping[str, Any]) -> Method:
 
 
 def is_registered(method: Method) -> bool:
-    """Return whether the method's name leads back to its class; a subclass does not inherit its parent's place."""
+    """Return whether the method's name is registered for its own class, and not for a parent class."""
     return _REGISTRY.get(method.name) is type(method)
 
 
 def read_file(file: str | os.PathLike[str]) -> list[str]:
-    """Run a Python file that registers methods, once, and return their names.
+    """Run a Python file that registers methods, and return the names of these methods.
 
-    The file becomes a module whose name depends on its path, so that its classes can be sent to other processes that have
-    read it too.
+    A file is run only once. It becomes a module whose name depends on its path, so that instances of its classes can be sent
+    to other processes that have read the same file.
     """
     path = Path(file).resolve()
     if path not in _FILES:
@@ -103,7 +103,7 @@ def read_file(file: str | os.PathLike[str]) -> list[str]:
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         try:
             spec.loader.exec_module(module)
-        except Exception as error:  # whatever a user's file raises
+        except Exception as error:  # a file of the user may raise any error
             del sys.modules[name]
             for new in set(_REGISTRY) - known:
                 del _REGISTRY[new]
@@ -115,12 +115,12 @@ def read_file(file: str | os.PathLike[str]) -> list[str]:
 
 
 def files_read() -> list[Path]:
-    """Return the Python files that were read, for a process that has to know the same methods."""
+    """Return the Python files that were read, for a process that needs the same methods."""
     return list(_FILES)
 
 
 def code_digest(cls: type[Method]) -> str | None:
-    """Return a digest of the file that a method was read from; None for a method that is part of a package."""
+    """Return a digest of the file that a method was read from, or None for a method of a package."""
     path = next((path for path, names in _FILES.items() if cls.name in names), None)
     return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
@@ -130,7 +130,7 @@ _loaded = False
 
 
 def _load_all() -> None:
-    """Import the built-in methods, and those that other packages offer as entry points."""
+    """Import the built-in methods, and the methods that other packages provide as entry points."""
     global _loaded
     with _loading:
         if _loaded:
@@ -142,7 +142,7 @@ def _load_all() -> None:
         for entry in entry_points(group=GROUP):
             try:
                 cls = entry.load()
-            except Exception as error:  # one broken package must not take all methods away
+            except Exception as error:  # name the package that cannot be imported
                 raise ConfigError(f"The method {entry.name!r} of {entry.value} cannot be imported: {error}") from error
             if isinstance(cls, type) and issubclass(cls, Method) and cls.name != entry.name:
                 register(entry.name)(cls)

@@ -1,4 +1,4 @@
-"""Everything that adaptation may change, as one thing: captured, checked, and applied again."""
+"""The state of an adapter, which can be captured, checked and applied as a whole."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .method import Method
 
 
 class Snapshot(Mapping[str, Tensor]):
-    """A copy of all that an adapter may change. Made by `Adapter.snapshot`, for `Adapter.rollback`."""
+    """A copy of the state of an adapter, which `Adapter.snapshot` returns and `Adapter.rollback` takes."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
@@ -34,23 +34,23 @@ class Snapshot(Mapping[str, Tensor]):
 
 
 class State:
-    """The state of an adapter: adapted parameters, the method's and the guard's buffers, optimizer, counters, generator.
+    """The state of an adapter: adapted parameters, buffers of method and guard, optimizer, counters, and generator.
 
     Args:
-        engine: Of the adapter.
-        method: Of the adapter.
-        guard: Of the adapter, if it has one.
+        engine: The engine of the adapter.
+        method: The method of the adapter.
+        guard: The guard of the adapter, if it has one.
     """
 
     def __init__(self, engine: Engine, method: Method, guard: Guard | None) -> None:
         self._engine, self._method, self._guard = engine, method, guard
         self.steps = torch.tensor(0)
-        self.batch_size = engine.batch_size  # one tensor, which methods can read there
+        self.batch_size = engine.batch_size  # the same tensor, which methods read from the engine
         self.initial = self.capture()
-        engine.adapted.set_source([self.initial[name] for name in engine.adapted.named])  # one copy serves both
+        engine.adapted.set_source([self.initial[name] for name in engine.adapted.named])  # shared, to save one copy
 
     def live(self) -> dict[str, Tensor]:
-        """Return every tensor that a step may change, except the optimizer's, as views of the real ones."""
+        """Return every tensor that a step may change, except those of the optimizer. They are not copied."""
         live = {name: p.detach() for name, p in self._engine.adapted.named.items()}
         live |= {f"method/{name}": buffer for name, buffer in self._method.named_buffers()}
         if self._guard is not None:
@@ -59,18 +59,21 @@ class State:
         return live | {"steps": self.steps, "batch_size": self.batch_size}
 
     def constants(self) -> dict[str, Tensor]:
-        """Return what the method made for itself and never changes: needed to go on elsewhere, but not to go back."""
+        """Return the method's own parameters that never change.
+
+        They are needed to continue in another process, but not to return to a snapshot.
+        """
         made = {f"method/{name}": p.detach() for name, p in self._method.named_parameters()}
         return {name: p for name, p in made.items() if name not in self._engine.adapted.named}
 
     def beginning(self) -> dict[str, Tensor]:
-        """Return the initial values of what the method made for itself, where these come from source statistics."""
+        """Return the initial values of the method's own tensors, if these come from source statistics."""
         if not self._method.info.needs:
             return {}
         return {name: tensor for name, tensor in self.initial.items() if name.startswith("method/")}
 
     def capture(self) -> Snapshot:
-        """Copy the state."""
+        """Return a copy of the state."""
         tensors = {name: tensor.clone() for name, tensor in self.live().items()}
         adapted = self._engine.adapted
         if adapted.optimizer is not None:
@@ -92,20 +95,20 @@ class State:
             kind, *where = name.split("/")
             if kind == "optimizer" and adapted.optimizer is not None:
                 p = adapted.tensors[int(where[0])]
-                # a step count stays where torch keeps it; what has a parameter's shape goes to its device
+                # scalars such as step counts stay on the CPU, where torch keeps them; other tensors follow their parameter
                 adapted.optimizer.state[p][where[1]] = value.to(p.device, copy=True) if value.ndim else value.clone()
         self._engine.rng.set_state(snapshot["rng"].cpu())
 
     def start(self, batch_size: int) -> None:
-        """Build the optimizer for a stream of batches of this size; 0 means that there is no stream yet."""
+        """Build the optimizer for batches of this size. A size of 0 means that there was no batch yet."""
         self.batch_size.fill_(batch_size)
         self._engine.adapted.optimizer = self._method.optimizer(batch_size) if batch_size else None
 
     def follow(self, batch_size: int) -> None:
-        """Take over the learning rates for another batch size, and keep the optimizer's state.
+        """Set the learning rates for another batch size, and keep the state of the optimizer.
 
-        The authors' code fixes the learning rates in advance, and so does `reference=True` with those of the first batch. A
-        method that refuses batches of this size keeps the learning rates that it has.
+        With `reference=True` the learning rates for the first batch are kept, as in the authors' code, which sets them in
+        advance. A method that refuses batches of this size also keeps its learning rates.
         """
         optimizer = self._engine.adapted.optimizer
         if batch_size == int(self.batch_size) or optimizer is None or getattr(self._method, "reference", False):

@@ -1,6 +1,7 @@
-"""The state file: tensors in safetensors, a JSON header in its metadata, a digest over both, written atomically.
+"""The state file: tensors in the safetensors format, with a JSON header and a digest over both in the metadata.
 
-Reading one runs no code. A file that is truncated, damaged, of a newer format or of something else is refused whole.
+Files are written atomically, and reading one runs no code. A file that is truncated, damaged, written in a newer format, or
+not a state file is refused as a whole.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ FORMAT = 1
 
 
 def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
-    """Write a state file so that `path` holds either what it held before or the whole new file, even after a crash."""
+    """Write a state file atomically.
+
+    Even after a crash, `path` holds either its previous content or the whole new file.
+    """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     text = json.dumps({**header, "format": FORMAT}, sort_keys=True)
     metadata = {"acclimate": text, "digest": digest(tensors, text)}
@@ -35,7 +39,7 @@ def write(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], header: M
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the header of a state file, after its digest has been checked."""
+    """Return the tensors and the header of a state file, after checking its digest."""
     try:
         with safe_open(str(path), "pt") as file:
             metadata = file.metadata() or {}
@@ -57,7 +61,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any
 
 
 def read_kind(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the header of a file of one kind; a file of another kind is a `StateError`."""
+    """Return the tensors and the header of a file of one kind, and raise a `StateError` for any other file."""
     tensors, header = read(path)
     if header.get("kind") != kind:
         raise StateError(f"{path} is no {kind} that acclimate trained, but a {header.get('kind', 'state file')}.")
@@ -65,7 +69,7 @@ def read_kind(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Tensor
 
 
 def digest(tensors: Mapping[str, Tensor], text: str) -> str:
-    """Return the SHA-256 of tensors, which are on the CPU, with their names, and of what is said about them."""
+    """Return the SHA-256 of a header and of named tensors, which must be on the CPU."""
     content = hashlib.sha256(text.encode())
     for name in sorted(tensors):
         content.update(f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}\n".encode())

@@ -1,12 +1,12 @@
-"""Statistics of the source data that some methods need: computed once, kept in a file, given to `acclimate.adapt`.
+"""Statistics of the source data that some methods need, which are computed once and saved to a file.
 
     statistics = acclimate.source_statistics(model, clean_images)
     statistics.save("stats.safetensors")
     model = acclimate.adapt(model, "eata", source_statistics="stats.safetensors")
 
-Each kind of statistic is one subclass of `Statistic`, with sums of a fixed size, so that any number of images can pass by; a
-kind may also be learned, by the package of the method that needs it. A method names the kinds that it needs (`Info.needs`)
-and keeps what it uses of them as constants of its own: its state file is enough to go on, wherever the statistics are.
+Each kind of statistics is one subclass of `Statistic`. It keeps sums of a fixed size, so that the number of images is not
+limited. A kind may also be learned, by the package of the method that needs it. A method names the kinds that it needs in
+`Info.needs`, and keeps the tensors that it uses as its own constants. Its state file therefore suffices to continue a run.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from . import statefile
 from .engine import Engine, keep_all
 from .wrapping import require_unwrapped
 
-AT_ONCE = 32  # images in a pass without gradients
+AT_ONCE = 32  # images per pass without gradients
 
 
 class Statistic:
-    """One kind of source statistics: what it adds up over the source images, and what comes out of that.
+    """The base class of the kinds of source statistics.
 
-    A subclass is known by its `kind` as soon as it is defined.
+    An instance adds up sums over the source images and computes the statistics from them. A subclass is registered under its
+    `kind` when it is defined.
     """
 
     kind: ClassVar[str]
@@ -46,25 +47,28 @@ class Statistic:
         "acclimate.source_statistics(model, clean_images), or on the command line: "
         "acclimate source-statistics --model NAME --data folder --root DIR --out stats.safetensors"
     )
-    learned: ClassVar[bool] = False  # whether it is trained, and not computed by `source_statistics`
+    learned: ClassVar[bool] = False  # whether it is trained, instead of computed by `source_statistics`
 
     def __init_subclass__(cls) -> None:
         KINDS[cls.kind] = cls
 
     def __init__(self, vit: ViT) -> None:
-        """Begin with sums of nothing, of the shapes that this model needs."""
+        """Set all sums to zero, in the shapes that this model needs."""
 
     def add(self, images: Tensor, labels: Tensor | None, engine: Engine) -> None:
-        """Take one more batch into the sums."""
+        """Add one batch to the sums."""
         raise NotImplementedError
 
     def result(self) -> dict[str, Tensor]:
-        """Return the statistics by name, zeros if there was no image."""
+        """Return the statistics by name. They are zeros if no image was added."""
         raise NotImplementedError
 
     @classmethod
     def empty(cls, vit: ViT, about: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return tensors of the right shapes, for a method whose constants are about to be read from its state file."""
+        """Return tensors of zeros in the right shapes.
+
+        They serve a method whose constants are then read from its state file.
+        """
         return cls(vit).result()
 
 
@@ -72,15 +76,15 @@ KINDS: dict[str, type[Statistic]] = {}
 
 
 def computed_kinds() -> list[str]:
-    """Return the kinds that `source_statistics` can compute."""
+    """Return the kinds of statistics that `source_statistics` can compute."""
     return [name for name, kind in KINDS.items() if not kind.learned]
 
 
 class Fisher(Statistic):
-    """Diagonal Fisher information of the norms' parameters, by their names in the model, as EATA uses it.
+    """Diagonal Fisher information of the parameters of the norms, by their names in the model (EATA).
 
-    It is the mean over batches of the squared gradient of the batch's mean cross-entropy with the model's own predictions.
-    The gradient is averaged before it is squared, so the values shrink as batches grow.
+    It is the mean over batches of the squared gradient of the batch's mean cross-entropy, with the model's own predictions
+    as labels. The gradient is averaged before it is squared, so that the values decrease as the batch size increases.
     """
 
     kind = "fisher"
@@ -91,6 +95,7 @@ class Fisher(Statistic):
         self._batches = 0
 
     def add(self, images: Tensor, labels: Tensor | None, engine: Engine) -> None:
+        """Add the squared gradient of one batch."""
         engine.gradient(images, _own_cross_entropy)
         for p, total in zip(self._names, self._sums):
             assert p.grad is not None
@@ -99,26 +104,28 @@ class Fisher(Statistic):
         self._batches += 1
 
     def result(self) -> dict[str, Tensor]:
+        """Return the mean squared gradient of each parameter."""
         means = (total / max(self._batches, 1) for total in self._sums)
         return {name: mean.to(p.dtype) for (p, name), mean in zip(self._names.items(), means)}
 
 
 class Features(Statistic):
-    """Mean, central moments and class means of what enters the head, squashed as CFA compares it.
+    """Mean, central moments and class means of the features that enter the head, squashed as in CFA.
 
-    `mean`, `moment2` and `moment3` are (width,), `class_means` (classes, width), `class_counts` (classes,); the mean of a
-    class without images is zero. Without labels the predicted classes stand in for them (ours: CFA has labels).
+    `mean`, `moment2` and `moment3` are (width,), `class_means` is (classes, width), and `class_counts` is (classes,). The
+    mean of a class without images is zero. If no labels are given, predicted classes are used (CFA itself uses labels).
     """
 
     kind = "features"
 
     def __init__(self, vit: ViT) -> None:
-        self._powers = torch.zeros(3, vit.width, dtype=torch.float64)  # sums; the values are below 1, so that these suffice
+        self._powers = torch.zeros(3, vit.width, dtype=torch.float64)  # sums; precise enough for values below 1
         self._classes = torch.zeros(vit.classes, vit.width, dtype=torch.float64)
         self._counts = torch.zeros(vit.classes, dtype=torch.int64)
 
     @torch.no_grad()
     def add(self, images: Tensor, labels: Tensor | None, engine: Engine) -> None:
+        """Add the powers of the features of one batch, and their sums for each class."""
         for start in range(0, len(images), AT_ONCE):
             features, logits = engine.vit.features(images[start : start + AT_ONCE])
             classes = logits.argmax(-1) if labels is None else labels[start : start + AT_ONCE]
@@ -129,6 +136,7 @@ class Features(Statistic):
             self._counts += classes.bincount(minlength=len(self._counts))
 
     def result(self) -> dict[str, Tensor]:
+        """Return the mean, the second and third central moments, and the class means and counts."""
         mean, square, cube = self._powers / self._counts.sum().clamp(min=1)
         return {
             "mean": mean.float(),
@@ -140,9 +148,9 @@ class Features(Statistic):
 
 
 class ClassTokens(Statistic):
-    """Mean and standard deviation of the class token behind every block, side by side, as FOA compares them.
+    """Mean and standard deviation of the class token after every block, concatenated as in FOA.
 
-    `mean` and `std` are as long as what `ViT.class_tokens` returns. A single image has no standard deviation: it is zero.
+    `mean` and `std` have the length of what `ViT.class_tokens` returns. The standard deviation of a single image is zero.
     """
 
     kind = "class_tokens"
@@ -152,70 +160,79 @@ class ClassTokens(Statistic):
         self._count = 0
 
     def add(self, images: Tensor, labels: Tensor | None, engine: Engine) -> None:
+        """Add the class tokens of one batch and their squares."""
         tokens = engine.class_tokens(images)[1].cpu().double()
         self._powers += torch.stack([tokens.sum(0), tokens.square().sum(0)])
         self._count += len(tokens)
 
     def result(self) -> dict[str, Tensor]:
+        """Return the mean and the standard deviation."""
         mean, std = mean_and_std(self._powers[0], self._powers[1], self._count)
         return {"mean": mean.float(), "std": std.float()}
 
 
 def mean_and_std(sums: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """From sums of so many values and of their squares; the standard deviation is the unbiased one, of one value zero."""
+    """Return the mean and the unbiased standard deviation, from the sums of `count` values and of their squares.
+
+    The standard deviation of a single value is zero.
+    """
     mean = sums / max(count, 1)
     return mean, ((squares - mean * sums) / max(count - 1, 1)).clamp(min=0).sqrt()
 
 
 def squashed(features: Tensor) -> Tensor:
-    """Features as CFA compares them: normalised without an affine part, then between -1 and 1."""
+    """Return features as CFA compares them: normalised without an affine part, then mapped to values from -1 to 1."""
     features = features.to(torch.promote_types(features.dtype, torch.float32))
     return F.layer_norm(features, features.shape[-1:], eps=1e-5).tanh()
 
 
 def norm_names(vit: ViT) -> dict[nn.Parameter, str]:
-    """The norms' parameters in order, with their names in the model; only before any surgery."""
+    """Return the parameters of the norms in order, with their names in the model. Call it before any surgery."""
     names = {p: name for name, p in vit.model.named_parameters()}
     return {p: names[p] for p in parameters_of(vit.norms)}
 
 
 def _own_cross_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """With the predicted classes as labels; every sample counts."""
+    """Return the cross-entropy with the predicted classes as labels, and a mask that keeps every sample."""
     losses = F.cross_entropy(logits, logits.detach().argmax(-1), reduction="none")
     return keep_all(losses)
 
 
 @dataclass(frozen=True, repr=False)
 class SourceStatistics:
-    """Statistics of source images under one model. Made by `acclimate.source_statistics` or `prompts.train_prompts`."""
+    """Statistics of source images under one model.
+
+    `acclimate.source_statistics` computes them, and `prompts.train_prompts` learns them.
+    """
 
     tensors: Mapping[str, Tensor]  # by "kind/name"
-    model: Mapping[str, str]  # class, and digests of architecture and weights
+    model: Mapping[str, str]  # its class, and digests of its architecture and weights
     about: Mapping[str, Any]  # how they were made: samples, batch_size, labels ("given" or "predicted")
     origin: str = field(default="source_statistics=", compare=False)  # for messages
 
     @property
     def kinds(self) -> list[str]:
+        """The kinds of statistics that there are."""
         return list(dict.fromkeys(name.partition("/")[0] for name in self.tensors))
 
     def of(self, kind: str) -> dict[str, Tensor]:
-        """The tensors of one kind."""
+        """Return the tensors of one kind, by name."""
         return {name.removeprefix(f"{kind}/"): t for name, t in self.tensors.items() if name.startswith(f"{kind}/")}
 
     @property
     def identity(self) -> str:
-        """What tells them from others, in one line."""
+        """A line of text that identifies these statistics."""
         content = statefile.digest(self.tensors, json.dumps([dict(self.model), dict(self.about)], sort_keys=True))
         return f"{self.about['samples']} images in batches of {self.about['batch_size']}, SHA-256 {content[:16]}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file."""
+        """Write the statistics to a safetensors file."""
         header = {"statistics": self.kinds, "model": dict(self.model), "about": dict(self.about)}
         statefile.write(path, self.tensors, {**header, "versions": {"acclimate": __version__, "torch": torch.__version__}})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> SourceStatistics:
-        """Read such a file; one that is damaged or of something else is a `StateError`."""
+        """Read a file that `save` wrote, and raise a `StateError` for a damaged file or any other file."""
         tensors, header = statefile.read(path)
         if "statistics" not in header:
             raise StateError(f"{path} is a file of acclimate's, but does not hold source statistics.")
@@ -223,7 +240,7 @@ class SourceStatistics:
 
     @classmethod
     def opened(cls, statistics: SourceStatistics | str | os.PathLike[str]) -> SourceStatistics:
-        """Return statistics that are given as themselves or by their file."""
+        """Return the statistics, after reading them if a file is given."""
         return statistics if isinstance(statistics, SourceStatistics) else cls.load(statistics)
 
     def __repr__(self) -> str:
@@ -242,19 +259,21 @@ def source_statistics(
     batch_size: int = 64,
     micro_batch: int | None = None,
 ) -> SourceStatistics:
-    """Pass clean source images through a model and keep what methods such as EATA need of them.
+    """Compute the statistics of clean source images that methods such as EATA need.
 
     Args:
         model: The source model, not wrapped. It is left as it was.
-        images: A tensor of images as the model takes them, or an iterable of batches (a `DataLoader`): tensors, or tuples
-            that begin with images and labels. The first so many are taken: shuffle them.
-        labels: Of the images, if these are one tensor. Without labels predictions stand in where labels are needed.
-        kinds: Which statistics: "fisher" (for EATA), "features" (moments and class means, for CFA), "class_tokens" (mean
-            and standard deviation behind every block, for FOA). Default: all of them.
-        samples: How many images at most. EATA's authors take 2000.
-        batch_size: Of the batches that the Fisher information is averaged over; its scale depends on it. The authors use
-            that of the stream; images are grouped anew, whatever the loader's batches.
-        micro_batch: As for `acclimate.adapt`.
+        images: A tensor of images as the model takes them, or an iterable of batches (a `DataLoader`). A batch is a tensor,
+            or a tuple that begins with images and labels. The first `samples` images are used, so shuffle them.
+        labels: The labels of the images, if these are one tensor. Without labels, predicted classes are used where labels
+            are needed.
+        kinds: The kinds of statistics: "fisher" (for EATA), "features" (moments and class means, for CFA), "class_tokens"
+            (mean and standard deviation after every block, for FOA). Default: all of them.
+        samples: The largest number of images to use. EATA's authors use 2000.
+        batch_size: The size of the batches that the Fisher information is averaged over. The scale of the Fisher information
+            depends on it. The authors use the batch size of the stream. Images are regrouped into batches of this size,
+            whatever the batches of the loader are.
+        micro_batch: Samples per pass; by default 32, on a CPU 2 for ViT-B and more for smaller models.
 
     Example:
         >>> acclimate.source_statistics(model, loader).save("stats.safetensors")
@@ -291,20 +310,26 @@ def source_statistics(
 
 
 def blank(kinds: Iterable[str], vit: ViT, model: Mapping[str, str], about: Mapping[str, Any]) -> SourceStatistics:
-    """Return statistics of the right shapes for a method whose constants are about to be read from its state file."""
+    """Return statistics of zeros in the right shapes.
+
+    They serve a method whose constants are then read from its state file.
+    """
     tensors = {f"{kind}/{name}": t for kind in kinds for name, t in KINDS[kind].empty(vit, about).items()}
     return SourceStatistics(tensors, model, about)
 
 
 def fitting(several: Sequence[SourceStatistics], needs: Sequence[str]) -> SourceStatistics | None:
-    """Return those of several that have what is needed; if none does, the first, so that an error can say what it lacks."""
+    """Return the first of several statistics that has all needed kinds.
+
+    If there is none, return the first one, so that the error message can say what it lacks.
+    """
     return next((each for each in several if {*needs} <= {*each.kinds}), next(iter(several), None))
 
 
 def require(
     statistics: SourceStatistics | None, method: str, needs: Sequence[str], model: nn.Module, mine: Mapping[str, str]
 ) -> SourceStatistics:
-    """Return the statistics if a method can use them with this model; otherwise raise an error that says how to get such."""
+    """Return the statistics if a method can use them with this model, and otherwise raise an error that says what to do."""
     kind = KINDS[needs[0]]
     if statistics is None:
         raise ConfigError(
@@ -321,7 +346,10 @@ def require(
 
 
 def constants(tensors: Iterable[Tensor], vit: ViT) -> nn.ParameterList:
-    """Tensors that a method keeps and never changes: they are in its state file, and not in every snapshot."""
+    """Return tensors as constants that a method keeps and never changes.
+
+    Constants are part of the state file, but not of every snapshot.
+    """
     return nn.ParameterList(nn.Parameter(t.detach().clone().to(vit.device), requires_grad=False) for t in tensors)
 
 
@@ -331,7 +359,10 @@ def _named(made: Iterable[Statistic]) -> dict[str, Tensor]:
 
 @contextmanager
 def _at_rest(vit: ViT) -> Iterator[None]:
-    """Inside, the model is in evaluation mode and its norms alone have gradients; afterwards it is as before."""
+    """Keep the model in evaluation mode, with gradients for its norms only, inside the block.
+
+    All flags are restored afterwards.
+    """
     training = {module: module.training for module in vit.model.modules()}
     required = {p: p.requires_grad for p in vit.model.parameters()}
     vit.model.eval().requires_grad_(False)
@@ -348,7 +379,7 @@ def _at_rest(vit: ViT) -> Iterator[None]:
 
 
 def _pieces(images: Tensor | Iterable[Any], labels: Tensor | None, vit: ViT) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Checked images with their labels, in the order and the portions in which they come."""
+    """Yield the checked images with their labels, in the order and in the batches in which they come."""
     if isinstance(images, Tensor):
         images = [(images, labels)]
     elif labels is not None:
@@ -372,7 +403,7 @@ def _pieces(images: Tensor | Iterable[Any], labels: Tensor | None, vit: ViT) -> 
 def _regrouped(
     pieces: Iterable[tuple[Tensor, Tensor | None]], size: int, most: int
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Batches of `size`, the last one perhaps smaller, of the first `most` images."""
+    """Yield the first `most` images in batches of `size`. The last batch may be smaller."""
     held: list[tuple[Tensor, Tensor | None]] = []
     count = 0
     for images, labels in pieces:

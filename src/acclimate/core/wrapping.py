@@ -1,4 +1,4 @@
-"""A model while it is wrapped: what it was before, and how it is given back."""
+"""A wrapped model, with what is needed to give it back to the caller as it was."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 from ..errors import ModelError
 from ..models.families import view
 
-_WRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # adapters and the models in them
+_WRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # adapters, and the models that they wrap
 
 
 def require_unwrapped(model: nn.Module, advice: str) -> None:
-    """Refuse an adapter, and a model that is inside of one."""
+    """Refuse an adapter, and a model that an adapter has wrapped already."""
     if isinstance(model, nn.Module) and model in _WRAPPED:
         raise ModelError(f"This model is wrapped already: {advice}")
 
 
 class WrappedModel:
-    """A model that is being adapted, with its flags and the names of its weights from before any surgery.
+    """A model that is being adapted, with its original flags and the original names of its weights.
 
     Args:
         model: The model. It is put into evaluation mode.
@@ -37,23 +37,23 @@ class WrappedModel:
         model.eval()
 
     def names(self, method: nn.Module) -> dict[int, str]:
-        """Return the names of the model's and the method's parameters, by the identity of the parameter."""
+        """Return the names of the model's and the method's parameters, by the `id` of the parameter."""
         names = {id(p): f"model/{name}" for name, p in self.weights.items()}
         return names | {id(p): f"method/{name}" for name, p in method.named_parameters()}
 
     def learn_only(self, adapted: Iterable[nn.Parameter | torch.Tensor], method: nn.Module) -> None:
-        """Let the adapted parameters alone have gradients."""
+        """Enable gradients for the adapted parameters, and disable them for all others."""
         self.model.requires_grad_(False)
         method.eval().requires_grad_(False)
         for p in adapted:
             p.requires_grad_(True)
 
     def claim(self, adapter: nn.Module) -> None:
-        """Note that the model belongs to an adapter, so that nobody wraps either again."""
+        """Register that the model belongs to an adapter, so that neither can be wrapped again."""
         _WRAPPED.update((self.model, adapter))
 
     def give_back(self) -> None:
-        """Undo the surgery and restore all flags. The values of the parameters are not touched."""
+        """Undo the surgery and restore all flags. The values of the parameters are not changed."""
         self.vit.restore()
         for module, training in self._training.items():
             module.training = training
