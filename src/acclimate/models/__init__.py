@@ -1,1 +1,1 @@
-"""One structural view of many models, and models by name."""
+"""A structural view of vision transformers of several libraries, and functions that load models by name."""

@@ -1,4 +1,4 @@
-"""Digests that tell one model from another."""
+"""Digests that identify a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from .view import ViT
 
 
 def fingerprint(vit: ViT, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Digests of an architecture (names, shapes and what these do not show) and of its weights, equal on every device."""
+    """Return digests of the architecture and of the weights of a model. They are the same on every device.
+
+    The digest of the architecture covers names and shapes of the tensors, and properties that these do not show.
+    """
     unseen = [vit.family, vit.image_size, vit.class_token_suffices, [block.heads for block in vit.blocks]]
     unseen += [getattr(norm, "eps", None) for norm in vit.norms]
     architecture, weights = hashlib.sha256(f"{unseen}\n".encode()), hashlib.sha256()
@@ -25,7 +28,7 @@ def fingerprint(vit: ViT, tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def require_same(what: str, theirs: Mapping[str, str], model: nn.Module, mine: Mapping[str, str]) -> None:
-    """Refuse a file whose fingerprint is not this model's; `what` begins the message."""
+    """Refuse a file whose fingerprint is not that of this model. `what` is the beginning of the message."""
     for part, hint in (("architecture", "another architecture"), ("weights", "the same architecture with other weights")):
         if theirs[part] != mine[part]:
             raise StateError(

@@ -1,4 +1,4 @@
-"""Models by name, and devices: the one place where the bench and the commands get theirs."""
+"""Functions that load models by name and choose devices, for the bench and all commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SOURCE_MODEL = "source model"  # the kind of file that `acclimate train-source` 
 
 
 def pick_device(name: str | None = None) -> torch.device:
-    """Return the named device, or by default a GPU if there is one."""
+    """Return the named device, or by default a GPU if there is one and the CPU otherwise."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -36,14 +36,14 @@ def pick_device(name: str | None = None) -> torch.device:
 
 @dataclass(frozen=True)
 class SourceModel:
-    """A source model, and what belongs to it.
+    """A source model, with its tuned options and its source statistics.
 
     Args:
-        name: What results call it.
-        load: Returns the model.
-        options: Returns options of methods that were tuned for it and batches of a size; `tuned=False` gives those alone
-            that a method cannot do without.
-        statistics: Returns its source statistics, of all kinds or of those that are needed.
+        name: The name of the model in results.
+        load: A function that returns the model.
+        options: A function that returns options of methods, tuned for this model and for batches of a given size. With
+            `tuned=False` it returns only the options that a method requires.
+        statistics: A function that returns the source statistics of the model, of all kinds or of those that are needed.
     """
 
     name: str
@@ -53,20 +53,20 @@ class SourceModel:
 
 
 def _bundled() -> SourceModel:
-    from ..data import bundled  # the package's own model lies with its images
+    from ..data import bundled  # the bundled model is stored beside its images
 
     return SourceModel(bundled.NAME, bundled.model, bundled.options, bundled.source_statistics)
 
 
-CATALOGUE: dict[str, Callable[[], SourceModel]] = {"bundled": _bundled}  # names that are neither timm's nor a file
+CATALOGUE: dict[str, Callable[[], SourceModel]] = {"bundled": _bundled}  # names that are neither in timm nor files
 
 
 def source_model(name: str, *, weights: str | os.PathLike[str] | None = None) -> SourceModel:
     """Return a source model by name.
 
     Args:
-        name: "bundled", a name of timm's with the tag of its weights (`vit_base_patch16_224.augreg_in21k_ft_in1k`), or a
-            file that `acclimate train-source` wrote.
+        name: "bundled", the name of a timm model with the tag of its weights
+            (`vit_base_patch16_224.augreg_in21k_ft_in1k`), or a file that `acclimate train-source` wrote.
         weights: A local file with the weights of a timm model (`.safetensors` or `.pth`), instead of a download.
     """
     if name in CATALOGUE:
@@ -79,12 +79,15 @@ def source_model(name: str, *, weights: str | os.PathLike[str] | None = None) ->
 
 
 def load_model(name: str = "bundled", *, weights: str | os.PathLike[str] | None = None) -> nn.Module:
-    """Return a model by name, ready to be wrapped. `source_model` says which names there are."""
+    """Return a model by name, ready to be wrapped. `source_model` explains which names there are."""
     return source_model(name, weights=weights).load()
 
 
 def load_source(path: str | os.PathLike[str]) -> nn.Module:
-    """Return a model that `train_source` wrote, with its normalisation in `pretrained_cfg`, where timm looks for it."""
+    """Return a model that `train_source` wrote.
+
+    Its normalisation is in `pretrained_cfg`, where timm expects it.
+    """
     from timm.data import resolve_model_data_config
 
     tensors, header = statefile.read_kind(path, SOURCE_MODEL)
@@ -95,7 +98,7 @@ def load_source(path: str | os.PathLike[str]) -> nn.Module:
         model.load_state_dict(tensors)
         takes = {key: tuple(told[key]) for key in ("input_size", "mean", "std")} | {"crop_pct": told["crop_pct"]}
         model.pretrained_cfg = {**model.pretrained_cfg, **takes, "num_classes": len(names), "label_names": names}
-        model.default_cfg = model.pretrained_cfg  # timm's older name for it
+        model.default_cfg = model.pretrained_cfg  # the older name in timm
         resolved = resolve_model_data_config(model)
         if view(model).image_size != takes["input_size"][1:] or any(resolved[key] != takes[key] for key in takes):
             raise StateError(f"it reads {resolved} where {takes} is written.")
@@ -108,13 +111,13 @@ def load_source(path: str | os.PathLike[str]) -> nn.Module:
 def create_timm(
     name: str, *, weights: str | os.PathLike[str] | None = None, pretrained: bool = True, num_classes: int | None = None
 ) -> nn.Module:
-    """A model of timm's, with its published weights, with those of a local file, or with none.
+    """Return a timm model with its published weights, with those of a local file, or with random ones.
 
     Args:
-        name: As in `timm.list_models`.
-        weights: A local file. Its head is left out where there is to be a new one of another size.
-        pretrained: Load weights at all.
-        num_classes: Of a new head; by default that of the weights.
+        name: A name in `timm.list_models`.
+        weights: A local file with weights. Its head is not used if the model gets a new head of another size.
+        pretrained: Whether to load weights.
+        num_classes: The number of classes of a new head. Default: the head of the weights.
     """
     import timm
 
@@ -124,7 +127,7 @@ def create_timm(
     head = {} if num_classes is None else {"num_classes": num_classes}
     try:
         model = timm.create_model(name, pretrained=pretrained and weights is None, **head)
-    except Exception as error:  # of the network, the hub, the disk: timm passes on whatever it meets
+    except Exception as error:  # timm passes on any error of the network, the hub or the disk
         if isinstance(error, RuntimeError) and "Invalid pretrained tag" in str(error):
             tags = ", ".join(timm.list_pretrained(f"{bare}.*"))
             raise ConfigError(f"timm has no weights {name!r} (there are: {tags}).") from None
@@ -138,7 +141,7 @@ def create_timm(
 
 
 def _fill(model: nn.Module, file: Path, *, new_head: bool) -> None:
-    """Load weights, all of which must fit, but for the head where a new one is wanted."""
+    """Load weights, which must all fit, except for the head if the model has a new one."""
     from timm.models import load_state_dict
 
     try:

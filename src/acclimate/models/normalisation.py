@@ -1,7 +1,7 @@
-"""The model's normalisation: augmentations are defined on pixels from 0 to 1, a model takes something else.
+"""The normalisation of a model, which maps pixels from 0 to 1 to the values that the model takes.
 
-To augment what is normalised already would be wrong without an error: whatever clips to [0, 1] destroys half of an image
-that lies between -1 and 1.
+Augmentations are defined on pixels from 0 to 1. Applied to normalised images they would be wrong without any error: for
+example, clipping to [0, 1] removes half of the range of an image with values from -1 to 1.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Normalisation:
-    """Per channel, `(pixels - mean) / std`."""
+    """The normalisation `(pixels - mean) / std` of each channel."""
 
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def apply(self, pixels: Tensor) -> Tensor:
-        """Return what the model takes, of pixels from 0 to 1."""
+        """Return what the model takes, given pixels from 0 to 1."""
         return (pixels - _channels(self.mean, pixels)) / _channels(self.std, pixels)
 
     def of_bytes(self, pixels: npt.NDArray[np.uint8]) -> Tensor:
-        """Return uint8 pixels, (N, height, width, channels), as what the model takes, (N, channels, height, width)."""
+        """Convert uint8 pixels, (N, height, width, channels), to what the model takes, (N, channels, height, width)."""
         return self.apply(torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255)
 
     def to_bytes(self, images: Tensor) -> npt.NDArray[np.uint8]:
-        """Return images as the model takes them as uint8 pixels, (N, height, width, channels)."""
+        """Convert images as the model takes them to uint8 pixels, (N, height, width, channels)."""
         return (self.undo(images).clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
 
     def undo(self, images: Tensor) -> Tensor:
-        """Return pixels from 0 to 1, of what the model takes."""
+        """Return pixels from 0 to 1, given what the model takes."""
         return images * _channels(self.std, images) + _channels(self.mean, images)
 
 
@@ -54,14 +54,17 @@ def _channels(values: tuple[float, ...], like: Tensor) -> Tensor:
 def model_normalisation(
     vit: ViT, mean: float | Sequence[float] | None = None, std: float | Sequence[float] | None = None
 ) -> Normalisation | None:
-    """Return the normalisation that was given, else what a timm model says of itself, else None: nothing is assumed."""
+    """Return the given normalisation, or else that in the configuration of a timm model, or else None.
+
+    No normalisation is assumed for a model whose configuration does not contain it.
+    """
     if (mean is None) != (std is None):
         raise ConfigError(f"mean={mean}, std={std}: give both, or neither.")
     if mean is None or std is None:
         config = (getattr(vit.model, "pretrained_cfg", None) or {}) if vit.family == "timm" else {}
         mean, std = config.get("mean"), config.get("std")
         if not mean or not std or len(mean) != vit.channels or len(std) != vit.channels:
-            return None  # timm's configuration is of the published weights; this model may have other channels
+            return None  # timm's configuration describes the published weights, but this model has other channels
     found = Normalisation(_per_channel(vit, "mean", mean), _per_channel(vit, "std", std))
     if min(found.std) <= 0:
         raise ConfigError(f"std={std}: give deviations above 0.")
@@ -80,7 +83,7 @@ def _per_channel(vit: ViT, name: str, values: float | Sequence[float]) -> tuple[
 
 def processor_normalisation(processor: object) -> tuple[list[float], list[float]]:
     """Return mean and std from a transformers image processor, from torchvision weights, or from their transforms."""
-    if hasattr(processor, "transforms"):  # torchvision's weights
+    if hasattr(processor, "transforms"):  # torchvision weights
         processor = processor.transforms()
     for names in (("image_mean", "image_std"), ("mean", "std")):
         mean, std = (getattr(processor, name, None) for name in names)

@@ -1,6 +1,6 @@
-"""What is put into a model while it adapts, and taken out again: opened attention, a short last block, prompt tokens.
+"""Modules that are inserted into a model while it adapts: opened attention, a short last block, and prompt tokens.
 
-Each module here stands in the place of one of the model's own, holds it as `inner`, and leaves its parameters alone.
+Each module replaces one module of the model, keeps it as `inner`, and does not change its parameters.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 
 
 class OpenAttention(nn.Module):
-    """A block's self-attention, opened between its projections and its output.
+    """The self-attention of a block, with access to what is between its projections and its output.
 
-    `extra` maps the class token, (batch, width), to further keys and values, (batch, heads, count, head width) each:
-    they are attended to and have no output row of their own. With `class_only` the output is that of the class token alone.
+    `extra` maps the class token, (batch, width), to further keys and values, each (batch, heads, count, head width). The
+    tokens attend to these, but they have no output of their own. With `class_only`, only the output of the class token is
+    computed.
     """
 
     def __init__(self, inner: nn.Module, heads: int) -> None:
@@ -33,18 +34,22 @@ class OpenAttention(nn.Module):
         self.class_only = False
 
     def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values, (batch, heads, tokens, head width) each."""
+        """Return queries, keys and values, each (batch, heads, tokens, head width)."""
         raise NotImplementedError
 
     def projections(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Weight, (width, width), and bias of the projections to queries, keys and values."""
+        """Return weight, (width, width), and bias of the projections to queries, keys and values."""
         raise NotImplementedError
 
     def merge(self, heads: Tensor, tokens: Tensor) -> Any:
-        """From the attended values, (batch, heads, tokens, head width), to what the family's attention module returns."""
+        """Return what the family's attention module returns, given the attended values.
+
+        The attended values are (batch, heads, tokens, head width).
+        """
         raise NotImplementedError
 
     def forward(self, tokens: Tensor, *_: Any, **__: Any) -> Any:
+        """Return the output of self-attention, with the extra keys and values if there are any."""
         if self.class_only:
             return self.merge(self._attend_from_class_token(tokens), tokens[:, :1])
         q, k, v = self.project(tokens)
@@ -55,7 +60,11 @@ class OpenAttention(nn.Module):
         return self.merge(F.scaled_dot_product_attention(q, k, v), tokens)
 
     def _attend_from_class_token(self, tokens: Tensor) -> Tensor:
-        """One query needs no key or value per token: q . (W x) = (W' q) . x, and a mean of W x is W times the mean of x."""
+        """Return the attended values of the class token.
+
+        A single query needs no projection of every token to a key and a value: q . (W x) = (W' q) . x, and the weighted mean
+        of W x is W times the weighted mean of x.
+        """
         (weight_q, bias_q), (weight_k, bias_k), (weight_v, bias_v) = self.projections()
         q = self._split(F.linear(tokens[:, :1], weight_q, bias_q))
         by_head_k, by_head_v = (w.unflatten(0, (self.heads, -1)).to(q.dtype) for w in (weight_k, weight_v))
@@ -74,27 +83,33 @@ class OpenAttention(nn.Module):
         return out if self.extra is None else out + on_extra @ extra_v
 
     def _split(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) to (batch, heads, tokens, head width)."""
+        """Reshape (batch, tokens, width) to (batch, heads, tokens, head width)."""
         return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
 
 class FusedAttention(OpenAttention):
-    """Families that keep the three projections in one (3 width, width) matrix."""
+    """The opened attention of families whose three projections are one (3 width, width) matrix."""
 
     def fused(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight, (3 width, width), and bias of the fused projection."""
         raise NotImplementedError
 
     def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, each (batch, heads, tokens, head width)."""
         q, k, v = F.linear(tokens, *self.fused()).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
         return q, k, v
 
     def projections(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return weight and bias of the projections to queries, keys and values."""
         weight, bias = self.fused()
         return list(zip(weight.chunk(3), (None, None, None) if bias is None else bias.chunk(3)))
 
 
 class ClassTokenBlock(nn.Module):
-    """The last block for the class token alone, the only token the head reads: next to no work, the same logits."""
+    """The last block, computed for the class token only.
+
+    The head reads no other token, so that the logits are the same at much lower cost.
+    """
 
     def __init__(self, block: Block) -> None:
         super().__init__()
@@ -102,6 +117,7 @@ class ClassTokenBlock(nn.Module):
         self.view = block
 
     def forward(self, tokens: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Return the class token after the block, (batch, 1, width)."""
         block = self.view
         attended = block.attention(block.norm1(tokens))
         if isinstance(attended, tuple):  # Hugging Face and torchvision return (output, weights)
@@ -111,16 +127,17 @@ class ClassTokenBlock(nn.Module):
 
 
 class PromptedBlock(nn.Module):
-    """A block with other tokens behind the class token of its input, or fewer in its output."""
+    """A block that inserts prompts after the class token of its input, and may drop prompts from its output."""
 
     def __init__(self, inner: nn.Module, prompts: nn.Parameter | None, *, replaced: int, dropped: int) -> None:
         super().__init__()
         self.inner = inner
-        self.prompts = (prompts,)  # in a tuple it stays the method's parameter, and does not become the model's as well
-        self.replaced = replaced  # so many tokens of the input are prompts of an earlier block
+        self.prompts = (prompts,)  # in a tuple, so that it is not registered as a parameter of the model
+        self.replaced = replaced  # number of prompts of an earlier block in the input
         self.dropped = dropped
 
     def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the tokens after the block."""
         (prompts,) = self.prompts
         if prompts is not None:
             rows = prompts.to(tokens.dtype).expand(len(tokens), -1, -1)
@@ -130,7 +147,7 @@ class PromptedBlock(nn.Module):
 
 
 class Passage(NamedTuple):
-    """What went through a module."""
+    """The input and the output of a module."""
 
     entered: Tensor
     left: Any
@@ -138,7 +155,10 @@ class Passage(NamedTuple):
 
 @contextmanager
 def tap(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Passage]]:
-    """Inside, what last went through these modules in this thread; other threads pass other samples through the same."""
+    """Let the block read the latest inputs and outputs of these modules, in a dictionary by module.
+
+    Only passes in this thread are stored, because other threads pass other samples through the same modules.
+    """
     seen: dict[nn.Module, Passage] = {}
     here = threading.get_ident()
 

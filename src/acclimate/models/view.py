@@ -1,7 +1,7 @@
-"""One structural view of a vision transformer, whoever wrote it.
+"""A structural view of a vision transformer, the same for all libraries.
 
-Methods choose what to adapt from this view (`vit.blocks[:9]`, `vit.norms`), never by matching parameter names. What is
-special about timm, Hugging Face and torchvision is in `families/`.
+Methods choose what to adapt from this view (`vit.blocks[:9]`, `vit.norms`), and never by matching parameter names. The code
+that is specific to timm, transformers and torchvision is in `families/`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm
 
 @dataclass
 class Block:
-    """One transformer block, `x += scale1(attention(norm1(x)))`, then `x += scale2(mlp(norm2(x)))`."""
+    """One transformer block: `x += scale1(attention(norm1(x)))`, then `x += scale2(mlp(norm2(x)))`."""
 
     module: nn.Module
     attention_name: str
@@ -35,15 +35,16 @@ class Block:
 
     @property
     def attention(self) -> nn.Module:
+        """The attention module, or the `OpenAttention` that replaces it."""
         return getattr(self.module, self.attention_name)
 
     @property
     def norms(self) -> list[nn.Module]:
-        """Every normalisation layer inside the block, those of the attention included."""
+        """The normalisation layers inside the block, including those of the attention."""
         return [module for module in self.module.modules() if isinstance(module, NORMS)]
 
     def open(self) -> OpenAttention:
-        """Put an `OpenAttention` in the attention's place, or return the one that is there."""
+        """Replace the attention by an `OpenAttention`, and return it. If it is already open, return it as it is."""
         if not isinstance(self.attention, OpenAttention):
             setattr(self.module, self.attention_name, self.open_attention(self.attention, self.heads))
         attention = self.attention
@@ -58,37 +59,40 @@ class Block:
 
 @dataclass
 class ViT:
-    """A vision transformer with a class token: where its parts are, and how to run it."""
+    """A vision transformer with a class token: its parts, and functions that run it."""
 
     model: nn.Module
     family: str
     blocks: list[Block]
     head: nn.Linear
     width: int
-    tokens: int  # of an image of the usual size, class token included
+    tokens: int  # for an image of the default size, including the class token
     channels: int
-    image_size: tuple[int, int] | None  # None: any size the model itself accepts
-    class_token_suffices: bool  # for the last block: the head reads no other token, and its attention can be short-cut
-    _blocks: nn.Module  # the container, to exchange the last block
-    prefix: int = 1  # of the tokens, so many stand before the patches: the class token, and registers if there are any
-    _read: bool = False  # whether somebody reads tokens of the last block that the head does not
-    _own_head: nn.Linear | None = None  # of the model, while another one is in its place
+    image_size: tuple[int, int] | None  # None: any size that the model accepts
+    class_token_suffices: bool  # whether the last block can be computed for this token only
+    _blocks: nn.Module  # the module that contains the blocks
+    prefix: int = 1  # number of tokens before the patches: the class token and registers
+    _read: bool = False  # whether other tokens of the last block are read than the head reads
+    _own_head: nn.Linear | None = None  # the model's own head, while another one replaces it
 
     @property
     def norms(self) -> list[nn.Module]:
-        """Every normalisation layer of the model, in order."""
+        """The normalisation layers of the model, in order."""
         return [module for module in self.model.modules() if isinstance(module, NORMS)]
 
     @property
     def classes(self) -> int:
+        """The number of classes of the head."""
         return self.head.out_features
 
     @property
     def device(self) -> torch.device:
+        """The device of the model."""
         return self.head.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
+        """The type of the weights."""
         return self.head.weight.dtype
 
     @property
@@ -98,16 +102,17 @@ class ViT:
 
     @property
     def version(self) -> dict[str, str]:
-        """Of the library that the model comes from."""
+        """The version of the library that the model comes from, by the name of the library."""
         package = {"hf": "transformers"}.get(self.family, self.family)
         return {package: metadata.version(package)}
 
     def logits(self, images: Tensor) -> Tensor:
+        """Return the logits of a batch, (batch, classes)."""
         out = self.model(images)
-        return getattr(out, "logits", out)  # Hugging Face wraps them in an output object
+        return getattr(out, "logits", out)  # transformers returns an object with the logits
 
     def check(self, images: Tensor) -> Tensor:
-        """The images on the model's device and in its type, or an `InputError` that says what is wrong with them."""
+        """Return the images on the model's device and in its type, or raise an `InputError` if they cannot be used."""
         if not isinstance(images, Tensor):
             raise InputError(f"Images must be a torch.Tensor, not {type(images).__name__}.")
         shape = tuple(images.shape)
@@ -132,15 +137,16 @@ class ViT:
         return images.clone() if images.is_inference() else images
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """What enters the head, (batch, width), and the logits that come out of it."""
+        """Return the features that enter the head, (batch, width), and the logits."""
         with tap([self.head]) as seen:
             logits = self.logits(images)
         return seen[self.head].entered, logits
 
     def class_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """The class token behind every block, side by side, and the logits.
+        """Return the class tokens after all blocks, concatenated, and the logits.
 
-        Behind a block it is as the next block's first norm leaves it; behind the last one it is what enters the head.
+        After a block, the class token is taken as the first norm of the next block returns it. After the last block, it is
+        what enters the head.
         """
         norms = [block.norm1 for block in self.blocks[1:]]
         with tap([*norms, self.head]) as seen:
@@ -150,18 +156,20 @@ class ViT:
 
     @property
     def class_tokens_width(self) -> int:
+        """The length of the concatenated class tokens of one image."""
         return (len(self.blocks) - 1) * self.width + self.head.in_features
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The modules that run in the blocks' places: the blocks themselves, or what surgery put around them."""
+        """The modules that run in place of the blocks: the blocks, or the modules that surgery put around them."""
         return list(self._blocks.children())
 
     def prompt(self, prompts: Mapping[int, nn.Parameter], *, read: bool = False) -> None:
-        """Insert tokens, (count, width), behind the class token of a block's input; call this once, before `shorten`.
+        """Insert prompts, (count, width), after the class token of the input of given blocks.
 
-        They stay until a block that has its own, and never reach the head. Say `read` if what becomes of them is going to be
-        read (`tap` the blocks' modules): then the last block is not shortened.
+        Prompts stay in the sequence up to the next block that has its own, and never reach the head. Call this method once,
+        before `shorten`. Set `read` if the outputs of the prompts will be read, for example by `tap`: then the last block is
+        not shortened.
         """
         self._read = read
         count = 0
@@ -175,7 +183,7 @@ class ViT:
                 self._put(i, PromptedBlock(layer, own, replaced=replaced, dropped=dropped))
 
     def exchange_head(self, head: nn.Linear) -> None:
-        """Classify by another layer of the same shape; call this once."""
+        """Replace the head by another layer of the same shape. Call this method at most once."""
         self._own_head = self.head
         self._put_head(head)
 
@@ -187,7 +195,7 @@ class ViT:
         self.head = head
 
     def shorten(self) -> None:
-        """Compute the last block for the class token alone, if that suffices."""
+        """Compute the last block for the class token only, if the head reads no other token."""
         if self.class_token_suffices and not self._read:
             self.blocks[-1].open().class_only = True
             short = ClassTokenBlock(self.blocks[-1])
@@ -198,7 +206,7 @@ class ViT:
                 self._put(-1, short)
 
     def restore(self) -> None:
-        """Undo all surgery; parameter values are not touched."""
+        """Undo all surgery. The values of the parameters are not changed."""
         if self._own_head is not None:
             self._put_head(self._own_head)
             self._own_head = None
@@ -211,7 +219,7 @@ class ViT:
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The parameters that the modules themselves own, each once; none at all is an error."""
+    """Return the parameters of the modules themselves, each once, and raise a `ModelError` if there are none."""
     modules = list(modules)
     found = list(dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)))
     if not found:
@@ -221,7 +229,7 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 
 def samples_interact(model: nn.Module) -> bool:
-    """Whether one sample's output depends on the rest of its batch, as with BatchNorm on batch statistics."""
+    """Return whether the output of a sample depends on its batch, as with BatchNorm on batch statistics."""
     return any(
         isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None)
         for module in model.modules()
@@ -234,6 +242,6 @@ def title(model: nn.Module) -> str:
 
 
 def require(model: nn.Module, condition: bool, what: str) -> None:
-    """Raise a `ModelError` for a model that cannot be adapted, unless the condition holds."""
+    """Raise a `ModelError` that says why a model cannot be adapted, unless the condition holds."""
     if not condition:
         raise ModelError(f"{title(model)} cannot be adapted: {what}.")

@@ -1,4 +1,7 @@
-"""Families of models. Each file of this folder shows one of them as a `ViT`; a new file is found by itself."""
+"""Families of models. Each file of this folder shows the models of one library as a `ViT`.
+
+A new file in this folder is found without being registered anywhere.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from ..view import ViT, require, title
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the small models that the conformance suite runs on."""
+    """The sizes of the small models that the conformance suite uses."""
 
     image: int = 32
     patch: int = 8
@@ -28,13 +31,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Family:
-    """One family of models. A family's file defines one, under the name FAMILY.
+    """A family of models. The file of a family defines one instance with the name FAMILY.
 
     Args:
-        name: What results and messages call it.
-        package: The library that it comes from, as it is imported and as it is installed.
-        view: Returns the structural view of a model, or None for a model of another family.
-        tiny: Builds a small model of the family for the conformance suite.
+        name: The name of the family in results and messages.
+        package: The name of the library, for its import and for its installation.
+        view: A function that returns the structural view of a model, or None for a model of another family.
+        tiny: A function that builds a small model of the family for the conformance suite.
     """
 
     name: str
@@ -51,7 +54,7 @@ def families() -> dict[str, Family]:
 
 
 def view(model: nn.Module) -> ViT:
-    """Return the structural view of a model, or raise a `ModelError` that says what is missing."""
+    """Return the structural view of a model, or raise a `ModelError` that says why there is none."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"adapt() takes a torch.nn.Module, not {type(model).__name__}.")
     for family in families().values():

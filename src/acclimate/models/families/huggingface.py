@@ -1,4 +1,4 @@
-"""transformers' `ViTForImageClassification`."""
+"""The family of transformers' `ViTForImageClassification`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,27 @@ from . import Family, Sizes
 
 
 class HuggingFaceAttention(OpenAttention):
+    """The opened self-attention of a transformers model, which has three separate projections."""
+
     def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, each (batch, heads, tokens, head width)."""
         q, k, v = (self._split(F.linear(tokens, weight, bias)) for weight, bias in self.projections())
         return q, k, v
 
     def projections(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return weight and bias of the projections to queries, keys and values."""
         inner: Any = self.inner
         return [(p.weight, p.bias) for p in (inner.q_proj, inner.k_proj, inner.v_proj)]
 
     def merge(self, heads: Tensor, tokens: Tensor) -> tuple[Tensor, None]:
+        """Return the output of the attention module, and None in place of the attention weights."""
         inner: Any = self.inner
         return inner.o_proj(heads.transpose(1, 2).flatten(2)), None
 
 
 def view(model: Any) -> ViT | None:
-    # whoever holds such a model has imported its module: no need to import it for everybody else
+    """Return the structural view of a transformers ViT, or None for any other model."""
+    # A model of this family exists only if its module was imported, so that no import is needed here.
     module = sys.modules.get("transformers.models.vit.modeling_vit")
     if module is None or not isinstance(model, module.ViTForImageClassification):
         return None

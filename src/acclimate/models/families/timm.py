@@ -1,4 +1,4 @@
-"""timm's `VisionTransformer`, of which ViT and DeiT are made."""
+"""The family of timm's `VisionTransformer`, which includes ViT and DeiT."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from . import Family, Sizes
 
 
 class TimmAttention(FusedAttention):
+    """The opened self-attention of a timm model, which may normalise queries and keys, and gate its output."""
+
     def fused(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of the fused projection."""
         inner: Any = self.inner
         return inner.qkv.weight, inner.qkv.bias
 
     def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, each (batch, heads, tokens, head width)."""
         inner: Any = self.inner
         q, k, v = super().project(tokens)
         return inner.q_norm(q), inner.k_norm(k), v
 
     def merge(self, heads: Tensor, tokens: Tensor) -> Tensor:
+        """Return the output of the attention module."""
         inner: Any = self.inner
         out = inner.norm(heads.transpose(1, 2).flatten(2))
         if getattr(inner, "gate", None) is not None:
@@ -31,6 +36,7 @@ class TimmAttention(FusedAttention):
 
 
 def view(model: Any) -> ViT | None:
+    """Return the structural view of a timm ViT, or None for any other model."""
     from timm.models.vision_transformer import Attention, VisionTransformer
     from timm.models.vision_transformer import Block as TimmBlock
 
@@ -45,7 +51,8 @@ def view(model: Any) -> ViT | None:
             require(model, type(b.attn) is Attention, f"the attention of block {i}, {type(b.attn).__name__}, is unknown")
             yield Block(b, "attn", TimmAttention, b.attn.num_heads, b.norm1, b.norm2, b.mlp, b.ls1, b.ls2)
 
-    # a norm on queries or keys stands between the projection and the product that the short cut exchanges
+    # The short last block exchanges the projection of keys with the product of queries and keys (`surgery`), which is
+    # possible only if no norm of queries or keys is between the two.
     plain = all(isinstance(b.attn.q_norm, nn.Identity) and isinstance(b.attn.k_norm, nn.Identity) for b in model.blocks)
     fixed = getattr(model.patch_embed, "strict_img_size", True) and not model.dynamic_img_size
     return ViT(

@@ -1,4 +1,4 @@
-"""torchvision's `VisionTransformer`."""
+"""The family of torchvision's `VisionTransformer`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,21 @@ from . import Family, Sizes
 
 
 class TorchvisionAttention(FusedAttention):
+    """The opened self-attention of a torchvision model, which is a `torch.nn.MultiheadAttention`."""
+
     def fused(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of the fused projection."""
         inner: Any = self.inner
         return inner.in_proj_weight, inner.in_proj_bias
 
     def merge(self, heads: Tensor, tokens: Tensor) -> tuple[Tensor, None]:
+        """Return the output of the attention module, and None in place of the attention weights."""
         inner: Any = self.inner
         return inner.out_proj(heads.transpose(1, 2).flatten(2)), None
 
 
 def view(model: Any) -> ViT | None:
+    """Return the structural view of a torchvision ViT, or None for any other model."""
     module = sys.modules.get("torchvision.models.vision_transformer")
     if module is None or not isinstance(model, module.VisionTransformer):
         return None
