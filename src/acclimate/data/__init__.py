@@ -1,1 +1,1 @@
-"""Images, the corruptions that shift them, and the streams in which a model meets them."""
+"""Images, the corruptions that shift them, and the streams of batches that a model adapts to."""

@@ -1,9 +1,9 @@
-"""The image filters that corruptions are made of, in numpy.
+"""The image filters that corruptions consist of, in numpy.
 
-Sums run over whole shifted images, tap by tap and in a fixed order, so that a pixel comes out the same in any batch and with
-any number of threads, which a matrix product does not promise.
+Convolutions are sums of whole shifted images in a fixed order. The result for a pixel therefore does not depend on the batch
+or on the number of threads, which a matrix product does not guarantee.
 
-Layers and images carry their batch first: (N, height, width) or (N, height, width, channels).
+The first dimension of images and layers is the batch: (N, height, width) or (N, height, width, channels).
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ Array = npt.NDArray[Any]
 
 
 def pad(x: Array, axis: int, before: int, after: int, border: Any) -> Array:
+    """Pad an array along one axis."""
     widths = [(0, 0)] * x.ndim
     widths[axis] = (before, after)
     return np.pad(x, widths, mode=border)
 
 
 def gaussian(x: Array, sigma: float | tuple[float, float], *, truncate: float = 4.0, border: str = "edge") -> Array:
-    """Gaussian blur along height and width."""
+    """Blur images with a Gaussian along height and width."""
     sigmas = sigma if isinstance(sigma, tuple) else (sigma, sigma)
     for axis, s in zip((1, 2), sigmas):
         radius = int(truncate * s + 0.5)
@@ -48,7 +49,10 @@ def gaussian(x: Array, sigma: float | tuple[float, float], *, truncate: float = 
 
 
 def motion_blur(x: Array, radius: int, sigma: float, angle: float) -> Array:
-    """Half a Gaussian trailing off at an angle in degrees. One image or layer, without a batch."""
+    """Blur one image or layer, without a batch, along a line at an angle in degrees.
+
+    The weights along the line are one half of a Gaussian.
+    """
     height, width = x.shape[:2]
     taps = np.arange(2 * radius + 1)
     weights = np.exp(-(taps**2) / (2 * sigma**2))
@@ -57,7 +61,7 @@ def motion_blur(x: Array, radius: int, sigma: float, angle: float) -> Array:
     rows = np.ceil(taps * math.sin(turn) - 0.5).astype(int)
     columns = np.ceil(taps * math.cos(turn) - 0.5).astype(int)
     inside = (abs(rows) < height) & (abs(columns) < width)
-    rows, columns = rows[inside], columns[inside]  # a prefix: the taps only move away
+    rows, columns = rows[inside], columns[inside]  # always a prefix, because the taps only move away from the image
     top, left = max(0, -rows.min()), max(0, -columns.min())
     wide = pad(x, 0, top, max(0, rows.max()), "edge")
     wide = pad(wide, 1, left, max(0, columns.max()), "edge")
@@ -69,7 +73,10 @@ def motion_blur(x: Array, radius: int, sigma: float, angle: float) -> Array:
 
 
 def clipped_zoom(x: Array, factor: float) -> Array:
-    """Enlarge the centre, linearly, to the old size or a pixel more. The outermost pixels of the crop stay outermost."""
+    """Crop the centre of images and enlarge it, linearly, to the original size or one pixel more.
+
+    The outermost pixels of the crop remain the outermost pixels of the result.
+    """
     for axis in (1, 2):
         crop = math.ceil(x.shape[axis] / factor)
         start = (x.shape[axis] - crop) // 2
@@ -87,7 +94,7 @@ def clipped_zoom(x: Array, factor: float) -> Array:
 
 @functools.lru_cache(maxsize=64)
 def disk(radius: float, softness: float) -> Array:
-    """An out-of-focus point: a disk whose edge is softened."""
+    """Return the kernel of a defocus blur: a disk with a softened edge."""
     reach = max(8, math.ceil(radius))
     steps = np.arange(-reach, reach + 1)
     kernel = (steps[:, None] ** 2 + steps**2 <= radius**2).astype(np.float64)
@@ -101,7 +108,7 @@ def disk(radius: float, softness: float) -> Array:
 
 
 def convolve(x: Array, kernel: Array) -> Array:
-    """With a symmetric kernel, through the Fourier transform. One image, without a batch."""
+    """Convolve one image, without a batch, with a symmetric kernel, by a Fourier transform."""
     reach = len(kernel) // 2
     height, width = x.shape[:2]
     wide = np.pad(np.moveaxis(x, -1, 0), ((0, 0), (reach, reach), (reach, reach)), mode="reflect")
@@ -109,12 +116,15 @@ def convolve(x: Array, kernel: Array) -> Array:
     spectrum = scipy.fft.rfft2(wide, size)
     spectrum *= scipy.fft.rfft2(kernel, size)
     out = scipy.fft.irfft2(spectrum, size, overwrite_x=True)
-    # what wraps around lands in the first rows and columns, which are cut off
+    # values that wrap around are in the first rows and columns, which are cut off
     return np.moveaxis(out[:, 2 * reach :][:, :height, 2 * reach :][..., :width], 0, -1)
 
 
 def sample(image: Array, rows: Array, columns: Array) -> Array:
-    """Bilinear values at (fractional) positions; beyond its edge the image is mirrored. One image, without a batch."""
+    """Return bilinear values of one image, without a batch, at fractional positions.
+
+    The image is mirrored beyond its edges.
+    """
 
     def mirrored(index: Array, size: int) -> Array:
         index = index % (2 * size)
@@ -142,12 +152,12 @@ def sample(image: Array, rows: Array, columns: Array) -> Array:
 
 
 def plasma(draws: Array, size: int, decay: float) -> Array:
-    """Clouds between 0 and 1 by the diamond-square algorithm, on a torus.
+    """Return clouds with values from 0 to 1, made by the diamond-square algorithm on a torus.
 
     Args:
-        draws: (N, size * size - 1) numbers between -1 and 1.
-        size: Side of the square, a power of two.
-        decay: By how much the roughness falls from one scale to the next.
+        draws: Random numbers between -1 and 1, (N, size * size - 1).
+        size: The side of the square, a power of two.
+        decay: The factor by which the roughness decreases from one scale to the next.
     """
     clouds = np.zeros((len(draws), size, size))
     step, roughness, used = size, 100.0, 0
@@ -173,7 +183,7 @@ def plasma(draws: Array, size: int, decay: float) -> Array:
 
 
 def box(x: Array) -> Array:
-    """Mean of 3 x 3 pixels."""
+    """Return the mean of each 3 x 3 neighbourhood."""
     for axis in (1, 2):
         size = x.shape[axis]
         wide = np.moveaxis(pad(x, axis, 1, 1, "reflect"), axis, 0)
@@ -182,7 +192,10 @@ def box(x: Array) -> Array:
 
 
 def edges(layers: Array, low: int, high: int) -> Array:
-    """Canny's edges of uint8 layers: ridges of the gradient above `low` that touch one above `high`."""
+    """Return the edges of uint8 layers according to Canny.
+
+    They are ridges of the gradient above `low` that are connected to a ridge above `high`.
+    """
     wide = np.pad(layers.astype(np.int16), ((0, 0), (1, 1), (1, 1)), mode="edge")
     smooth = wide[:, :-2] + 2 * wide[:, 1:-1] + wide[:, 2:]
     across = smooth[:, :, 2:] - smooth[:, :, :-2]
@@ -197,7 +210,7 @@ def edges(layers: Array, low: int, high: int) -> Array:
     slope = np.float32(math.tan(math.pi / 8))
     level = abs(down) < slope * abs(across)
     steep = abs(down) > (2 + slope) * abs(across)
-    # a ridge is higher than its neighbours across it, which are so many places further in memory
+    # a ridge is higher than its two neighbours across it; these are offsets in memory to such neighbours
     row = strength.shape[2]
     step = np.where(level, 1, np.where(steep, row, np.where((across ^ down) < 0, row - 1, row + 1)))
     before, after = strength.ravel()[candidates - step], strength.ravel()[candidates + step]
@@ -212,11 +225,12 @@ def edges(layers: Array, low: int, high: int) -> Array:
 
 
 def chamfer_distance(points: Array, limit: int) -> Array:
-    """Distance to the nearest point, walked in king's and knight's moves and up to a limit (of 20 at most).
+    """Return the distance of each pixel to the nearest point, up to a limit of at most 20.
 
-    The shortest walk may take its moves in any order: those of one direction after another are tried, 1, 2, 4, ... at once.
+    Paths consist of the moves of a king and of a knight in chess. The moves of a shortest path may be made in any order, so
+    the directions are tried one after another, each with 1, 2, 4, ... moves at once.
     """
-    unit = 1290  # of 16-bit whole numbers, which are fast to compare; the moves' lengths are whole in it
+    unit = 1290  # lengths are 16-bit integers in this unit, which are fast to compare
     straight, diagonal, knight = unit, round(1.4 * unit), round(2.1969 * unit)
     moves = [(0, 1, straight), (1, 0, straight), (1, 1, diagonal), (1, -1, diagonal)]
     moves += [(1, 2, knight), (2, 1, knight), (1, -2, knight), (2, -1, knight)]
@@ -232,7 +246,7 @@ def chamfer_distance(points: Array, limit: int) -> Array:
 
 
 def _ends(layers: Array, row: int, column: int) -> tuple[Array, Array]:
-    """The parts of layers in which a move can start, and those in which it ends."""
+    """Return the parts of layers in which a move can start, and the parts in which it ends."""
     height, width = layers.shape[1:]
     start = layers[:, max(0, -row) : max(0, height - row), max(0, -column) : max(0, width - column)]
     end = layers[:, max(0, row) : max(0, height + row), max(0, column) : max(0, width + column)]
@@ -240,12 +254,12 @@ def _ends(layers: Array, row: int, column: int) -> tuple[Array, Array]:
 
 
 def equalise(layers: Array) -> Array:
-    """Spread the grey levels of each uint8 layer evenly; its darkest level becomes 0."""
+    """Equalise the histogram of each uint8 layer. Its darkest level becomes 0."""
     out = np.empty_like(layers)
     for i, layer in enumerate(layers):
         counts = np.bincount(layer.ravel(), minlength=256)
         lowest = counts[int(layer.min())]
-        if lowest == layer.size:  # one level: nothing to spread
+        if lowest == layer.size:  # the layer has a single level
             out[i] = layer
         else:
             spread = np.float32(255 / (layer.size - lowest))

@@ -1,20 +1,20 @@
-"""Data sets by name, in the layouts in which people have them on disk.
+"""Data sets by name, in their usual layouts on disk.
 
     data = open_data("imagenet-c", "/data/ImageNet-C", model)
     adapter = acclimate.adapt(model, "dct", classes=data.classes)
     stream = Stream(data.domains[0])
 
-An image's label is the place of its class in the full list of the data set's classes, never among the folders that happen
-to be there. What is missing or has another name is an error that says what was expected, what was found and where to get it.
+The label of an image is the position of its class in the full list of the data set's classes, whichever folders exist. If
+something is missing or has another name, an error says what was expected, what was found and where to get it.
 
-| images | become |
+| images | preprocessing |
 |---|---|
-| photographs | shorter side 256, of which the central 224 x 224; for a model of another size by its own `crop_pct` |
-| ImageNet-C, stored at 224 x 224 | as they are; for a model of another size resized |
-| VisDA-2021 | squashed to 256 x 256, of which the central 224 x 224; for a model of another size in proportion |
-| CIFAR-C, stored at 32 x 32 | as they are; for a model of another size resized |
+| photographs | shorter side resized to 256, central crop of 224 x 224; for a model of another size by its own `crop_pct` |
+| ImageNet-C, stored at 224 x 224 | none; resized for a model of another size |
+| VisDA-2021 | resized to 256 x 256, central crop of 224 x 224; for a model of another size in proportion |
+| CIFAR-C, stored at 32 x 32 | none; resized for a model of another size |
 
-Resizing is bilinear. The normalisation is always the model's own.
+Resizing is bilinear. The normalisation is that of the model.
 """
 
 from __future__ import annotations
@@ -40,28 +40,28 @@ from .folder import AnyPath
 from .layouts import LAYOUTS, Layout, Row, read_list, survey, synsets
 from .preprocess import Preprocess, input_of
 
-SEVERITY = 5  # the papers'
+SEVERITY = 5  # as in the papers
 
 
 @dataclass(frozen=True, repr=False)
 class Data:
-    """A data set, ready for streams."""
+    """A data set with its domains, ready for streams."""
 
     name: str
     domains: list[Domain]
-    class_names: Sequence[str]  # by label: the folders' names, or numbers where there are none
-    classes: list[int] | None = None  # columns of the model's head that exist here, for `acclimate.adapt`; None: all
-    unknown: int | None = None  # the label of images of no class: whatever is predicted for them is wrong
-    opener: Callable[[DomainKey], Domain] | None = field(default=None, compare=False)  # opens domains that are not in it
-    severity: int = SEVERITY  # at which a corruption hurts a model, where nothing else is asked for
+    class_names: Sequence[str]  # by label: the names of the folders, or numbers
+    classes: list[int] | None = None  # columns of the model's head, for `acclimate.adapt`; None: all
+    unknown: int | None = None  # the label of images of no class, for which any prediction is wrong
+    opener: Callable[[DomainKey], Domain] | None = field(default=None, compare=False)  # opens other domains
+    severity: int = SEVERITY  # the default severity of a corruption
 
     @property
     def num_classes(self) -> int:
-        """Number of classes: labels are below this, or `unknown`."""
+        """The number of classes. Labels are below it, or equal to `unknown`."""
         return len(self.class_names)
 
     def domain(self, name: str = CLEAN, severity: int | None = None) -> Domain:
-        """Return one domain: one of `domains`, or another one of the same images."""
+        """Return one domain: one of `domains`, or another domain of the same images."""
         key = DomainKey(name, None if name == CLEAN else severity or self.severity)
         found = next((domain for domain in self.domains if domain.key == key), None)
         if found is not None:
@@ -71,7 +71,7 @@ class Data:
         return self.opener(key)
 
     def pairs(self) -> list[tuple[Domain, Domain]]:
-        """Return every domain as source with every other one as target: Office-Home's 12."""
+        """Return all pairs of a source domain and another target domain. Office-Home has 12."""
         return list(itertools.permutations(self.domains, 2))
 
     def __repr__(self) -> str:
@@ -84,19 +84,21 @@ class Data:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which part of a data set is wanted, and how images that are corrupted on the fly are made.
+    """The part of a data set to open, and how images are corrupted on the fly.
 
     Args:
-        corruptions: Of ImageNet-C and CIFAR-C which to open; default: the 15. Of clean images which to make on the fly;
-            "clean" is the images themselves.
-        severities: Of each corruption; default: 5, for the bundled images 2.
-        domains: Of Office-Home which to open; default: all four.
-        images: So many of each domain, always the same ones; default: all, for the bundled images 2000.
-        partial: Take a data set that is not complete, or has more than belongs to it, which is left out.
-        constants: How strong a severity is that is made on the fly: "imagenet-c" or "cifar-10-c"; default: by size.
-        seed: Of corruptions made on the fly.
-        frost: A folder with photographs of ice for the corruption frost; default: ice of our own.
-        file_list: Of VisDA-2021, as a path from the root. Labels from 1000 on mean no class: see `Data.unknown`.
+        corruptions: The corruptions to open (ImageNet-C, CIFAR-C), or to make on the fly (clean images). Default: the 15 of
+            ImageNet-C; for the bundled images one of each group, and none for other clean images. "clean" selects the clean
+            images themselves.
+        severities: The severities of each corruption. Default: 5, for the bundled images 2.
+        domains: The domains of Office-Home to open. Default: all four.
+        images: The number of images of each domain, always the same ones. Default: all, for the bundled images 2000.
+        partial: Whether to accept a data set that is incomplete, or that has additional files, which are ignored.
+        constants: The strengths of the severities of corruptions made on the fly: "imagenet-c" or "cifar-10-c". Default:
+            chosen by the size of the images.
+        seed: The seed of corruptions made on the fly.
+        frost: A folder with photographs of ice for the corruption frost. Default: generated ice.
+        file_list: The file list of VisDA-2021, as a path from the root. Labels from 1000 on mean no class (`Data.unknown`).
     """
 
     corruptions: Sequence[str] | None = None
@@ -110,7 +112,10 @@ class Selection:
     file_list: AnyPath | None = None
 
     def keys(self, corruptions: Sequence[str], severity: int) -> list[DomainKey]:
-        """Return the corruptions and severities that are wanted, or by default these; clean images have no severity."""
+        """Return the keys of the selected corruptions and severities.
+
+        The arguments are the defaults. Clean images have no severity.
+        """
         names = corruptions if self.corruptions is None else self.corruptions
         severities = (severity,) if self.severities is None else self.severities
         keys = [DomainKey(name, None if name == CLEAN else s) for name in names for s in severities]
@@ -122,26 +127,26 @@ class Selection:
         return list(dict.fromkeys(keys))
 
     def corruption(self, key: DomainKey) -> Corruption | None:
-        """Return a corruption made on the fly; None for clean images."""
+        """Return the corruption of a key, made on the fly, or None for clean images."""
         if key.severity is None:
             return None
         ice = None if self.frost is None else os.fspath(self.frost)
         return Corruption(key.name, key.severity, self.seed, self.constants, ice)
 
     def sampled(self, domain: Domain) -> Domain:
-        """Return as many images of a domain as are wanted."""
+        """Return a subset of a domain with the selected number of images."""
         return domain if self.images is None else Subset.sample(domain, self.images)
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """An entry of the catalogue of data sets.
+    """An entry in the catalogue of data sets.
 
     Args:
-        about: What it shows.
-        shape: What is below its root, for people.
+        about: What the data set shows.
+        shape: What is below its root, in words.
         origin: Where to get it.
-        open: Opens it below a root for a model, or for images that are prepared in a known way.
+        open: A function that opens it below a root for a model, or for a given preprocessing.
         has_root: Whether it is a folder on disk.
     """
 
@@ -171,16 +176,16 @@ def open_data(
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> Data:
-    """Open a data set, prepared for a model.
+    """Open a data set with the preprocessing of a model.
 
     Args:
-        name: A name in the catalogue; `acclimate data list` explains them.
-        root: Its folder; None for the bundled images.
-        model: Decides size and normalisation of the images, and its head which columns the labels stand for. Or a
-            `Preprocess`, which is used as it is; the classes of ImageNet are then columns of a head of 1000.
-        selection: Which part of it; default: its usual domains, whole.
-        mean: Normalisation, for a model whose configuration does not say it.
-        std: The standard deviations of that normalisation.
+        name: A name in the catalogue, which `acclimate data list` prints.
+        root: The folder of the data set; None for the bundled images.
+        model: A model, which determines size and normalisation of the images, and which columns of its head the labels are.
+            Or a `Preprocess`, which is used as it is; the classes of ImageNet are then columns of a head of 1000.
+        selection: The part of the data set to open. Default: its usual domains with all images.
+        mean: The mean of the normalisation, for a model whose configuration does not contain it.
+        std: The standard deviation of the normalisation, for a model whose configuration does not contain it.
     """
     known = data_sets()
     if name not in known:
@@ -204,9 +209,9 @@ def _open_layout(
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
 ) -> Data:
-    """Open a data set that is on disk in one of the known layouts."""
+    """Open a data set on disk that has one of the known layouts."""
     layout = _layout(name, chosen.file_list)
-    clean = not layout.severities and len(layout.places) == 1  # images that can be corrupted on the fly
+    clean = not layout.severities and len(layout.places) == 1  # whether the images can be corrupted on the fly
     on_the_fly = clean and chosen.corruptions is not None
     if not on_the_fly and (chosen.constants is not None or chosen.frost is not None):
         raise ConfigError("constants= and frost= are for corruptions that are made on the fly, of clean images.")
@@ -257,7 +262,7 @@ def _open_bundled(
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
 ) -> Data:
-    """Open the bundled images, without those on which options were tuned."""
+    """Open the bundled images, except for those on which options were tuned."""
     if chosen.domains is not None or chosen.file_list is not None or chosen.frost is not None:
         raise ConfigError("domains=, file_list= and frost= do not go with the bundled images.")
     everything = bundled.images()
@@ -286,15 +291,16 @@ def _open_bundled(
 
 @dataclass
 class Report:
-    """What is on disk of a data set, and what is wrong with it."""
+    """The domains of a data set that exist on disk, and the problems that were found."""
 
     name: str
     root: Path
     rows: list[Row] = field(default_factory=list)
-    absent: list[str] = field(default_factory=list)  # domains that are not there and were not asked for
+    absent: list[str] = field(default_factory=list)  # domains that do not exist and were not requested
 
     @property
     def problems(self) -> list[str]:
+        """The problems, each with the domains that have it."""
         where: dict[str, list[str]] = {}
         for row in self.rows:
             for problem in row.problems:
@@ -304,11 +310,11 @@ class Report:
 
     @property
     def usable(self) -> bool:
-        """Whether it can be opened without `partial`."""
+        """Whether the data set can be opened without `partial`."""
         return not self.problems
 
     def error(self, most: int = 5) -> InputError:
-        """What is wrong (of that so much at most), what was expected, and where to get it."""
+        """Return an error with up to `most` problems, the expected layout, and where to get the data."""
         layout = LAYOUTS[self.name]
         partial = " What is there can be used with partial=True." if all(row.labels for row in self.rows) else ""
         more = f"; and {len(self.problems) - most} more" if len(self.problems) > most else ""
@@ -329,19 +335,19 @@ def check_data(
     open_images: bool = False,
     console: Console | None = None,
 ) -> Report:
-    """What there is of a data set. Bad data is reported, not raised.
+    """Check which domains of a data set exist on disk. Problems are in the report and are not raised.
 
-    By default the domains that `open_data` opens by default must be there, and others are checked if they are.
+    By default, the domains that `open_data` opens by default must exist, and others are checked if they exist.
 
     Args:
-        name: As for `open_data`; so the others that it has, too.
-        root: See `name`.
-        corruptions: See `name`.
-        severities: See `name`.
-        domains: See `name`.
-        file_list: See `name`.
-        open_images: Decode every image file, too.
-        console: Shows progress if it is a terminal.
+        name: The name of a data set in the catalogue.
+        root: The folder of the data set.
+        corruptions: The corruptions that must exist. Default: the 15 of ImageNet-C.
+        severities: The severities that must exist. Default: 5.
+        domains: The domains of Office-Home that must exist. Default: all four.
+        file_list: The file list of VisDA-2021, as a path from the root.
+        open_images: Whether to decode every image file.
+        console: A console, which shows progress if it is a terminal.
     """
     layout, root = _layout(name, file_list), Path(root)
     wanted = _wanted(name, layout, Selection(corruptions, severities, domains))
@@ -369,7 +375,7 @@ def _layout(name: str, file_list: AnyPath | None) -> Layout:
 
 
 def _wanted(name: str, layout: Layout, chosen: Selection) -> Sequence[DomainKey]:
-    """Return the domains that are to be on disk."""
+    """Return the keys of the domains that must be on disk."""
     if chosen.domains is not None and (layout.severities or len(layout.places) == 1):
         raise ConfigError(f"domains= does not go with {name}; that is for office-home.")
     if layout.severities:
@@ -389,7 +395,10 @@ def _wanted(name: str, layout: Layout, chosen: Selection) -> Sequence[DomainKey]
 
 
 def _columns(name: str, names: Sequence[str], head: int | None) -> list[int] | None:
-    """The columns of a head that the labels stand for; None: the head has these columns and no others."""
+    """Return the columns of a head that the labels are.
+
+    None means that the labels are the columns.
+    """
     imagenet = {wnid: column for column, wnid in enumerate(synsets())}
     strangers = [folder for folder in names if folder not in imagenet]
     if head == len(names) or (head is None and (strangers or len(names) == len(imagenet))):
@@ -405,7 +414,7 @@ def _columns(name: str, names: Sequence[str], head: int | None) -> list[int] | N
 
 
 def _open_all(rows: list[Row], console: Console | None) -> None:
-    """Note the images that cannot be decoded."""
+    """Decode all images, and add those that cannot be decoded to the problems."""
 
     def unreadable(file: Path) -> bool:
         try:
@@ -426,5 +435,5 @@ def _open_all(rows: list[Row], console: Console | None) -> None:
                     found += [path] if broken else []
                 if found:
                     row.problems.append(f"{len(found)} images cannot be read ({some(found)})")
-    finally:  # after Ctrl-C too
+    finally:  # also after Ctrl-C
         pool.shutdown(cancel_futures=True)

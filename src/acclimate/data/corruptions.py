@@ -1,19 +1,19 @@
-"""Corruptions of images: the fifteen of ImageNet-C, and its four extra ones.
+"""Corruptions of images: the fifteen corruptions of ImageNet-C, and its four extra ones.
 
     noisy = corrupt(images, "gaussian_noise", severity=5)  # uint8 (N, height, width, 3) in and out
 
-The formulas are those of the package `imagecorruptions` 1.1.2, which brought the ones of Hendrycks and Dietterich (2019)
-to images of any size; the replay of recordings checks them against its images. Where it departs from the program that
-made ImageNet-C, so do we: motion_blur and snow have a motion blur of their own instead of ImageMagick's, and
-elastic_transform has other constants and no affine part. As in both, glass_blur copies the colour of a neighbour instead
-of exchanging the two, and frost draws from five of its six photographs. Unlike both, the frost is of our own making
-unless a folder with those is given.
+The formulas are those of the package `imagecorruptions` 1.1.2, which extends those of Hendrycks and Dietterich (2019) to
+images of any size. The replay of recordings compares our images with those of the package. The package differs from the
+program that made ImageNet-C, and so do we: motion_blur and snow use another motion blur than that of ImageMagick, and
+elastic_transform has other constants and no affine part. As in both programs, glass_blur copies the colour of a neighbour
+instead of exchanging the two, and frost draws from five of its six photographs. Unlike both, we generate the ice for frost,
+unless a folder with the photographs is given.
 
-With CIFAR-10-C's constants two things are as in its own generator: elastic_transform has an affine part, without which
-its first severity would do nothing (one interpolation does both), and ice is shown at a fifth of its size.
+With the constants of CIFAR-10-C, two things are as in its own program: elastic_transform has an affine part, without which
+its first severity would have no effect (a single interpolation does both), and ice is shown at a fifth of its size.
 
-Every image has random indices of its own, seeded by (seed, corruption, severity, index of the image): what becomes of it
-does not depend on its batch, on the order or on the number of threads.
+Every image has its own random numbers, seeded by (seed, corruption, severity, index of the image). The corrupted image
+therefore does not depend on the batch, on the order or on the number of threads.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CORRUPTIONS = tuple(name for names in GROUPS.values() for name in names)
 EXTRA = ("speckle_noise", "gaussian_blur", "spatter", "saturate")
 SEVERITIES = (1, 2, 3, 4, 5)
 
-# What the indices mean is written at the formulas. Severities 1 to 5.
+# The arguments of each formula at severities 1 to 5.
 CONSTANTS: dict[str, dict[str, tuple[Any, ...]]] = {
     "imagenet-c": {
         "gaussian_noise": (0.08, 0.12, 0.18, 0.26, 0.38),
@@ -117,12 +117,15 @@ CONSTANTS: dict[str, dict[str, tuple[Any, ...]]] = {
         "saturate": ((0.3, 0), (0.1, 0), (1.5, 0), (2, 0.1), (2.5, 0.2)),
     },
 }
-SMALL = 64  # pixels of the shorter side
-CHUNK = 2**18  # values that are worked on at once: they fit a processor's cache
+SMALL = 64  # largest shorter side, in pixels, for the constants of CIFAR-10-C
+CHUNK = 2**18  # values per computation, which fit into the cache of a processor
 
 
 def constants_for(height: int, width: int) -> str:
-    """Whose constants suit a size: "cifar-10-c" up to a shorter side of 64 pixels, "imagenet-c" above."""
+    """Return the name of the constants that suit a size.
+
+    It is "cifar-10-c" up to a shorter side of 64 pixels, and "imagenet-c" above.
+    """
     return "cifar-10-c" if min(height, width) <= SMALL else "imagenet-c"
 
 
@@ -136,16 +139,17 @@ def corrupt(
     constants: str | None = None,
     frost: str | os.PathLike[str] | None = None,
 ) -> Pixels:
-    """Corrupted copies of images.
+    """Return corrupted copies of images.
 
     Args:
-        images: uint8 RGB of any size, (height, width, 3) or (N, height, width, 3).
+        images: uint8 RGB images of any size, (height, width, 3) or (N, height, width, 3).
         name: One of `CORRUPTIONS` or `EXTRA`.
-        severity: From 1, weak, to 5, strong.
-        seed: Of everything random.
-        indices: The images' indices in their data set. Each draws its own random indices by its number. Default 0, 1, 2, ...
-        constants: How strong a severity is: "imagenet-c" or "cifar-10-c". Default by size, see `constants_for`.
-        frost: A folder with the photographs of ice that ImageNet-C used (frost1.png, ...). Default ice of our own.
+        severity: A severity from 1 (weak) to 5 (strong).
+        seed: The seed of all random numbers.
+        indices: The indices of the images in their data set. The random numbers of an image depend on its index. Default: 0,
+            1, 2, ...
+        constants: The strengths of the severities: "imagenet-c" or "cifar-10-c". Default: chosen by size (`constants_for`).
+        frost: A folder with the photographs of ice that ImageNet-C used (frost1.png, ...). Default: generated ice.
     """
     require_valid(name, severity, seed, constants)
     _require_images(images)
@@ -156,7 +160,7 @@ def corrupt(
     key = zlib.crc32(name.encode())
 
     def generator(number: int) -> np.random.Generator:
-        # SFC64 is numpy's fastest
+        # SFC64 is the fastest generator of numpy
         return np.random.Generator(np.random.SFC64(np.random.SeedSequence(seed, spawn_key=(key, severity, number))))
 
     step = max(1, CHUNK // batch[0].size)
@@ -172,7 +176,7 @@ def corrupt(
 
 
 def apply(images: Pixels, name: str, severity: int, rngs: Iterable[Random], *, constants: str, textures: Textures) -> Pixels:
-    """`corrupt` with given sources of random indices, one per image, and of ice."""
+    """Corrupt images with given random generators, one per image, and given textures of ice."""
     chosen = CONSTANTS[constants][name][severity - 1]
     formula = getattr(formulas, name)
     if name == "frost":
@@ -182,7 +186,7 @@ def apply(images: Pixels, name: str, severity: int, rngs: Iterable[Random], *, c
 
 @dataclass(frozen=True)
 class Corruption:
-    """A corruption made on the fly, as `corrupt` makes it; the arguments are the same."""
+    """A corruption that is made on the fly. The arguments are those of `corrupt`."""
 
     name: str
     severity: int
@@ -193,14 +197,15 @@ class Corruption:
     def __post_init__(self) -> None:
         require_valid(self.name, self.severity, self.seed, self.constants)
         if self.frost is not None:
-            photographs(Path(self.frost))  # now rather than in the first batch
+            photographs(Path(self.frost))  # raises an error now rather than in the first batch
 
     def __call__(self, pixels: Pixels, indices: Integers) -> Pixels:
+        """Return corrupted copies of images, given their indices in the data set."""
         options: Any = dict(seed=self.seed, constants=self.constants, frost=self.frost)
         return corrupt(pixels, self.name, self.severity, indices=indices, **options)
 
     def description(self) -> dict[str, Any]:
-        """Return all that decides what it does, as JSON holds it."""
+        """Return everything that determines the corrupted images, as values for JSON."""
         drawn_on: Any = "procedural" if self.name == "frost" else None
         if drawn_on and self.frost:
             files = photographs(Path(self.frost)).files
@@ -209,7 +214,7 @@ class Corruption:
 
 
 def require_valid(name: str, severity: int, seed: int, constants: str | None) -> None:
-    """Refuse what does not exist."""
+    """Refuse a corruption, severity, seed or name of constants that does not exist."""
     known = (*CORRUPTIONS, *EXTRA)
     if name not in known:
         raise ConfigError(f"unknown corruption {name!r}.{nearest(str(name), known, 0.4)} There are: {', '.join(known)}.")

@@ -1,4 +1,4 @@
-"""Domains on disk: image files, and the arrays in which CIFAR-10-C comes."""
+"""Domains on disk: image files, and arrays as in CIFAR-10-C."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from .preprocess import Preprocess
 
 
 class Files(Domain):
-    """Images that are files below one folder, clean or under a corruption made on the fly.
+    """A domain of images that are files below one folder, clean or corrupted on the fly.
 
-    They are read as torchvision's `ImageFolder` reads them: converted to RGB, a camera's note of its orientation ignored. A
-    corruption comes after resizing and cropping, as ImageNet-C was made, and an image's random numbers depend on the place
-    of its path in the sorted list of all.
+    The files are read as torchvision's `ImageFolder` reads them: they are converted to RGB, and the orientation that a
+    camera stored is ignored. A corruption is applied after resizing and cropping, as in ImageNet-C. The random numbers of an
+    image depend on the position of its path in the sorted list of all paths.
 
     Args:
         root: The folder.
-        paths: The files, by their paths from it.
-        labels: Of each file.
-        preprocess: What is done to each image.
-        name: Of the domain; that of the corruption if there is one.
-        severity: Of the corruption that the files show, if any.
-        corruption: Made on the fly.
+        paths: The paths of the files, relative to the folder.
+        labels: The label of each file.
+        preprocess: The preprocessing of each image.
+        name: The name of the domain, if no corruption is made on the fly.
+        severity: The severity of the corruption that the files show, if any.
+        corruption: A corruption to be made on the fly.
     """
 
     def __init__(
@@ -56,15 +56,16 @@ class Files(Domain):
         self.labels: Integers = np.asarray(labels, np.int64)
         self.root, self.corruption = os.fspath(root), corruption
         self.preprocess: Preprocess = preprocess
-        # one array, not a list of strings: quick to send to another process, and shared with those that are forked
+        # one array instead of a list of strings: it is sent quickly to other processes, and shared with forked ones
         self._paths: npt.NDArray[np.bytes_] = np.array([os.fsencode(path) for path in paths])
         self._indices: Integers = np.unique(self._paths, return_inverse=True)[1].astype(np.int64)
 
     def path(self, index: int) -> str:
-        """Where an image is."""
+        """Return the path of an image."""
         return os.path.join(self.root, os.fsdecode(self._paths[index]))
 
     def load(self, indices: Integers) -> Tensor:
+        """Return the images of these indices, normalised, (batch, channels, height, width)."""
         images = [self._image(self.path(index)) for index in indices]
         if len({image.shape for image in images}) > 1:
             raise InputError(f"{self.key}: its images have several sizes, which fit in no batch: give a crop.")
@@ -83,7 +84,10 @@ class Files(Domain):
 
     @cached_property
     def identity(self) -> str:
-        """Return a digest of paths, labels and sizes of the files: reading 50 000 of them would take minutes."""
+        """Return a digest of the paths, labels and sizes of the files.
+
+        Their content is not read, because 50 000 files would take minutes.
+        """
         try:
             sizes = [os.stat(self.path(index)).st_size for index in range(len(self.labels))]
         except OSError as error:
@@ -96,15 +100,17 @@ class Files(Domain):
 
 
 class Arrays(Domain):
-    """Images that are rows of an array on disk (`.npy`, uint8, (N, height, width, 3)), of which only these are ever read.
+    """A domain of images that are rows of an array on disk (`.npy`, uint8, (N, height, width, 3)).
+
+    Only the rows of the domain are read.
 
     Args:
         file: The array.
-        labels: Of the rows that are the domain.
-        preprocess: What is done to each image.
-        name: Of the domain.
-        severity: Of the corruption that the images show, if any.
-        start: The first row.
+        labels: The labels of the rows of the domain.
+        preprocess: The preprocessing of each image.
+        name: The name of the domain.
+        severity: The severity of the corruption that the images show, if any.
+        start: The first row of the domain.
     """
 
     def __init__(
@@ -129,9 +135,10 @@ class Arrays(Domain):
         return open_array(self.file)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_array"}  # it would be sent whole
+        return {key: value for key, value in vars(self).items() if key != "_array"}  # it would be sent as a whole
 
     def load(self, indices: Integers) -> Tensor:
+        """Return the images of these indices, normalised, (batch, channels, height, width)."""
         pixels = np.array(self._array[self.start + indices])
         if self.preprocess.resize or self.preprocess.crop:
             pixels = np.stack([self.preprocess(Image.fromarray(image)) for image in pixels])
@@ -149,16 +156,16 @@ class Arrays(Domain):
 
 
 def read_rgb(path: AnyPath) -> Image.Image:
-    """An image file as torchvision's `ImageFolder` reads it."""
+    """Read an image file as torchvision's `ImageFolder` does."""
     try:
         with Image.open(path) as file:
             return file.convert("RGB")
-    except Exception as error:  # decoders raise all kinds of errors on damaged files
+    except Exception as error:  # decoders raise many kinds of errors for damaged files
         raise UnreadableError(f"{os.fspath(path)} cannot be read as an image ({error}).") from error
 
 
 def open_array(file: AnyPath) -> Pixels:
-    """Images in a `.npy` file, mapped into memory."""
+    """Return the images of a `.npy` file, mapped into memory."""
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

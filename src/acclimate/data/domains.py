@@ -1,4 +1,4 @@
-"""Domains: labelled images of one kind, ready for the model."""
+"""Domains, which are labelled images of one kind, ready for the model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLEAN = "clean"  # the name of a domain without a corruption
 
 
 class DomainKey(NamedTuple):
-    """What a domain is called: its name, and the severity of its corruption if it has one."""
+    """The key of a domain: its name, and the severity of its corruption if it has one."""
 
     name: str
     severity: int | None = None
@@ -28,10 +28,10 @@ class DomainKey(NamedTuple):
 
 
 class Domain:
-    """The base class of all domains. A subclass sets `key` and `labels`, and has `identity` and `load`.
+    """The base class of all domains. A subclass sets `key` and `labels`, and implements `identity` and `load`.
 
-    `preprocess` and `corruption` say how the images are made, where that is known: they are part of the protocol of every
-    result, and methods that augment learn the normalisation from them.
+    `preprocess` and `corruption` say how the images are made, if that is known. They are part of the protocol of every
+    result. Methods that augment images get the normalisation from them.
     """
 
     key: DomainKey
@@ -41,11 +41,14 @@ class Domain:
 
     @property
     def identity(self) -> str:
-        """Return a digest of all that decides the images and labels; two domains that share it are the same."""
+        """Return a digest of everything that determines the images and labels. Equal domains have equal digests."""
         raise NotImplementedError
 
     def load(self, indices: Integers) -> Tensor:
-        """Return the images of these indices, normalised, (batch, channels, height, width), the same at every call."""
+        """Return the images of these indices, normalised, (batch, channels, height, width).
+
+        They are the same at every call.
+        """
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -53,7 +56,10 @@ class Domain:
 
 
 class Images(NamedTuple):
-    """Images in memory: `pixels` are uint8 (N, height, width, 3), `labels` int64 (N,), `indices` those in the data set."""
+    """Images in memory.
+
+    `pixels` are uint8 (N, height, width, 3), `labels` are int64 (N,), and `indices` are the indices in the data set.
+    """
 
     pixels: Pixels
     labels: Integers
@@ -61,16 +67,16 @@ class Images(NamedTuple):
 
 
 class Corrupted(Domain):
-    """Images in memory under one corruption, or clean, normalised as the model expects them.
+    """A domain of images in memory, clean or with one corruption, normalised as the model expects.
 
     Args:
         images: The clean images.
-        name: A corruption, or "clean".
-        severity: 1 to 5; None for clean images.
-        mean: The model's normalisation, as in its timm configuration.
-        std: The standard deviations of that normalisation.
-        constants: How strong a severity is: "imagenet-c" or "cifar-10-c"; by default the size of the images decides.
-        seed: Of the corruption's random numbers. An image keeps its corruption in every subset, stream and batch.
+        name: The name of a corruption, or "clean".
+        severity: A severity from 1 to 5; None for clean images.
+        mean: The mean of the model's normalisation, as in its timm configuration.
+        std: The standard deviation of the model's normalisation, as in its timm configuration.
+        constants: The strengths of the severities: "imagenet-c" or "cifar-10-c". Default: chosen by the size of the images.
+        seed: The seed of the corruption. An image has the same corruption in every subset, stream and batch.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class Corrupted(Domain):
         self._images = images
 
     def load(self, indices: Integers) -> Tensor:
+        """Return the images of these indices, corrupted and normalised, (batch, channels, height, width)."""
         assert self.preprocess is not None
         shown = self._images.pixels[indices]
         if self.corruption is not None:
@@ -105,16 +112,17 @@ class Corrupted(Domain):
 
     @cached_property
     def identity(self) -> str:
+        """Return a digest of the clean images, the labels, the corruption and the normalisation."""
         images = digest_bytes(*(np.ascontiguousarray(array).data for array in self._images))
         return digest_json([images, self.key, *how_made(self)])
 
 
 class Subset(Domain):
-    """Some images of a domain.
+    """A domain that consists of some images of another domain.
 
     Args:
-        domain: All of its images.
-        chosen: The indices of those that belong to the subset.
+        domain: The other domain.
+        chosen: The indices of the images in it.
     """
 
     def __init__(self, domain: Domain, chosen: Integers) -> None:
@@ -124,7 +132,10 @@ class Subset(Domain):
 
     @classmethod
     def sample(cls, domain: Domain, count: int, *, skip: int = 0) -> Subset:
-        """Return images drawn at random, always the same ones; `skip` leaves out the first so many of the draw."""
+        """Return `count` images drawn at random, always the same ones.
+
+        The first `skip` images of the draw are left out.
+        """
         require_whole(1, images=count)
         if count > len(domain.labels) - skip:
             raise InputError(f"images={count}: {domain.key} has {len(domain.labels) - skip}.")
@@ -133,9 +144,11 @@ class Subset(Domain):
 
     @cached_property
     def identity(self) -> str:
+        """Return a digest of the other domain and the chosen indices."""
         return digest_json([self.domain.identity, digest_bytes(self.chosen.astype("<i8").tobytes())])
 
     def load(self, indices: Integers) -> Tensor:
+        """Return the images of these indices of the subset, (batch, channels, height, width)."""
         return self.domain.load(self.chosen[indices])
 
     def __repr__(self) -> str:
@@ -143,7 +156,7 @@ class Subset(Domain):
 
 
 def how_made(domain: Domain) -> list[object]:
-    """Return the preprocessing and the corruption of a domain as JSON holds them, for a digest or a description."""
+    """Return the preprocessing and the corruption of a domain as values for JSON."""
     return [
         domain.preprocess and domain.preprocess.description(),
         domain.corruption and domain.corruption.description(),

@@ -1,9 +1,9 @@
-"""A folder of images under corruptions, written as a tree of the shape of ImageNet-C.
+"""Corrupted copies of a folder of images, written as a tree of files like that of ImageNet-C.
 
     TARGET/<corruption>/<severity>/<class folder>/<file>.JPEG
 
-`TARGET/corruptions.json` says how the tree was made. Every file appears whole or not at all, and those that exist are not
-made again, so an interrupted run is taken up by repeating it.
+`TARGET/corruptions.json` describes how the tree was made. Files are written atomically, and existing files are not written
+again. Repeating an interrupted command therefore continues it.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from .corruptions import Pixels, constants_for, corrupt, require_valid
 
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 PROTOCOL = "corruptions.json"
-IMAGENET_C = (256, 224)  # how ImageNet-C's images were resized and cropped
+IMAGENET_C = (256, 224)  # resize and crop of ImageNet-C's images
 AnyPath = str | os.PathLike[str]
 T = TypeVar("T")
 
 
 @dataclass
 class Report:
-    """What was done with a folder."""
+    """The numbers of files that were written, existed already, or were skipped."""
 
     written: int = 0
     existing: int = 0
     unreadable: list[str] = field(default_factory=list)  # skipped
-    constants: Counter[str] = field(default_factory=Counter)  # whose strengths, for how many of the files written
+    constants: Counter[str] = field(default_factory=Counter)  # number of files written with the constants of each name
 
     def __str__(self) -> str:
         used = ", ".join(f"{count} with the constants of {name}" for name, count in sorted(self.constants.items()))
@@ -73,25 +73,26 @@ def corrupt_folder(
     workers: int | None = None,
     console: Console | None = None,
 ) -> Report:
-    """Write corrupted copies of every image under a folder.
+    """Write corrupted copies of every image below a folder.
 
-    Images of any kind become 8-bit RGB: grey and palettes are converted, transparent parts are laid over white, and a
-    rotation noted by a camera is carried out. An image's random numbers depend on its place in the sorted list of all.
+    All images become 8-bit RGB: grey and palette images are converted, transparent parts become white, and a rotation that a
+    camera stored is applied. The random numbers of an image depend on its position in the sorted list of all images.
 
     Args:
-        source: A folder of images, in sub-folders (one per class) or not; the tree below it is kept.
-        target: Where to write. Either new, or made with the same settings from the same list of images.
-        names: Corruptions.
-        severities: Of each, from 1 to 5.
-        seed: Of everything random.
-        resize_crop: Resize the shorter side to the first and cut the central square of the second, before the corruption.
-            `IMAGENET_C` is what ImageNet-C did. Default: every image keeps its size.
-        constants: As for `corrupt`; by default each image's size decides.
-        frost: As for `corrupt`.
-        quality: Of the JPEG files; that of ImageNet-C is 85.
-        skip_unreadable: Leave out what cannot be decoded. Otherwise nothing is written if there is such a file.
-        workers: Threads. Default: one per processor. They change the time it takes, and nothing else.
-        console: Shows progress if it is a terminal.
+        source: A folder of images, which may be in sub-folders (one per class). The tree of sub-folders is kept.
+        target: The folder to write to. It must be new, or made with the same settings from the same list of images.
+        names: The corruptions.
+        severities: The severities of each corruption, from 1 to 5.
+        seed: The seed of all random numbers.
+        resize_crop: The length of the shorter side after resizing, and the side of the central square that is then cropped,
+            before the corruption. `IMAGENET_C` has the values of ImageNet-C. Default: every image keeps its size.
+        constants: The strengths of the severities: "imagenet-c" or "cifar-10-c". Default: chosen by the size of each image.
+        frost: A folder with the photographs of ice that ImageNet-C used (frost1.png, ...). Default: generated ice.
+        quality: The quality of the JPEG files. ImageNet-C has 85.
+        skip_unreadable: Whether to leave out files that cannot be decoded. Otherwise nothing is written if there is such a
+            file.
+        workers: The number of threads, which does not change the result. Default: one per processor.
+        console: A console, which shows progress if it is a terminal.
     """
     source, target = Path(source), Path(target)
     wanted = [(name, severity) for name in names for severity in severities]
@@ -119,7 +120,7 @@ def corrupt_folder(
         return None
 
     def write(job: _Job) -> tuple[str, int] | None:
-        """Whose constants were used and how many files were written; None for an unreadable image."""
+        """Return whose constants were used and how many files were written, or None for an unreadable image."""
         try:
             pixels = read_image(source / job.image, resize_crop)
         except UnreadableError:
@@ -155,14 +156,14 @@ def corrupt_folder(
                     whose, count = done
                     report.written += count
                     report.constants[whose] += count
-    finally:  # after Ctrl-C too: files that were begun are finished, others are not begun
+    finally:  # also after Ctrl-C: threads finish their current file and start no other
         stop.set()
         pool.shutdown(cancel_futures=True)
     return report
 
 
 class _Job:
-    """An image, its number, and the files that are still to be made of it."""
+    """An image, its index, and the files that are still to be made of it."""
 
     def __init__(self, index: int, image: str, wanted: list[tuple[str, int]], target: Path) -> None:
         self.index, self.image, self._target = index, image, target
@@ -175,21 +176,21 @@ class _Job:
 def _in_turn(
     pool: ThreadPoolExecutor, work: Callable[[_Job], T], jobs: list[_Job], progress: Progress, what: str
 ) -> Iterable[tuple[_Job, T]]:
-    """Every job with its result, in order."""
+    """Return every job with its result, in order."""
     return progress.track(zip(jobs, pool.map(work, jobs)), total=len(jobs), description=what)
 
 
 def read_image(path: AnyPath, resize_crop: tuple[int, int] | None = None) -> Pixels:
-    """An image file as uint8 RGB (height, width, 3)."""
+    """Read an image file as uint8 RGB (height, width, 3)."""
     try:
         with Image.open(path) as file:
             return np.asarray(_resized(_rgb(ImageOps.exif_transpose(file)), resize_crop))
-    except Exception as error:  # decoders raise all kinds of errors on damaged files
+    except Exception as error:  # decoders raise many kinds of errors for damaged files
         raise UnreadableError(f"{path} cannot be read as an image ({error})") from error
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):  # PIL would turn all but the darkest 256 levels into white
+    if image.mode.startswith("I;16"):  # PIL would clip all levels above 255 to white
         image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
@@ -209,7 +210,10 @@ def _resized(image: Image.Image, resize_crop: tuple[int, int] | None) -> Image.I
 
 
 def images_below(source: Path, target: Path) -> list[str]:
-    """The same, for copies of them to be written below `target`, each under its own name."""
+    """Return all images below `source`, sorted, if copies of them can be written below `target`.
+
+    Two images whose copies would have the same name are refused, and so is a target inside of the source.
+    """
     found = find_images(source)
     by_target: dict[str, str] = {}
     for image in found:
@@ -222,7 +226,7 @@ def images_below(source: Path, target: Path) -> list[str]:
 
 
 def find_images(source: Path) -> list[str]:
-    """All images below a folder, by their paths from it, sorted; none is an error."""
+    """Return the relative paths of all images below a folder, sorted, and raise an error if there are none."""
     if not source.is_dir():
         raise InputError(f"{source} is not a folder: give one with images in it, or in sub-folders, one per class.")
     found = sorted(
@@ -244,7 +248,7 @@ def _settings(
     frost: AnyPath | None,
     quality: int,
 ) -> dict[str, Any]:
-    """What determines every file of a tree."""
+    """Return everything that determines the files of a tree."""
     if resize_crop is not None and not 0 < resize_crop[1] <= resize_crop[0]:
         raise ConfigError(f"resize_crop={resize_crop}: give two sizes, of which the second is not larger.")
     ice = {file.name: file_digest(file) for file in photographs(Path(frost)).files} if frost else "procedural"
@@ -260,12 +264,15 @@ def _settings(
 
 
 def which(images: list[str]) -> dict[str, Any]:
-    """What tells a list of images from another one."""
+    """Return the number of images and a digest of their paths, which identify a list of images."""
     return {"images": len(images), "images_digest": digest_bytes("\n".join(images).encode())}
 
 
 def require_same_settings(file: Path, settings: dict[str, Any]) -> None:
-    """Refuse to add to a tree whose file of settings says that it was made in another way, or to one of something else."""
+    """Refuse to add files to a tree that was made with other settings, or to a folder of other files.
+
+    `file` is the file of settings in the tree.
+    """
     target = file.parent
     if not file.exists():
         if target.is_dir() and any(target.iterdir()):

@@ -1,4 +1,4 @@
-"""How the known data sets lie on disk: a table, and what reads it off a disk without opening an image."""
+"""The layouts of the known data sets on disk, and functions that read them without opening an image."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Row:
 
     key: DomainKey
     where: Path
-    expected: int | None = None  # images; None: any number
-    paths: list[str] = field(default_factory=list)  # of image files, from `where`
+    expected: int | None = None  # number of images; None: any number
+    paths: list[str] = field(default_factory=list)  # of image files, relative to `where`
     labels: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
-# Readers: each fills in one row, given the data set's root, its layout and the names of its classes
+# Readers: each fills in one row, given the root of the data set, its layout and the names of its classes.
 
 
 def read_tree(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> None:
-    """A folder for each class, with its images in the order of `ImageFolder`."""
+    """Read a folder for each class, with its images in the order of `ImageFolder`."""
     if not row.where.is_dir():
         row.problems.append(_missing(row.where, root))
         return
@@ -70,7 +70,10 @@ def read_tree(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> Non
 
 
 def read_list(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> None:
-    """Lines of a path from the root and a label. Any label beyond the classes is that of no class."""
+    """Read a file list, with one path from the root and one label per line.
+
+    All labels beyond the classes become one label, which means no class.
+    """
     file, row.where = row.where, root
     try:
         lines = [line for line in file.read_text().splitlines() if line.strip()]
@@ -96,7 +99,7 @@ def read_list(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> Non
 
 
 def read_arrays(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> None:
-    """An array with five severities one after another, and one with their labels."""
+    """Read an array with five severities one after another, and an array with their labels."""
     for file in (row.where, root / "labels.npy"):
         if not file.is_file():
             row.problems.append(_missing(file, root))
@@ -125,7 +128,10 @@ def _is_image(file: str) -> bool:
 
 
 def _entries(folder: Path) -> tuple[list[str], list[str]]:
-    """The folders and the files in a folder, sorted, without hidden ones and those that archives leave behind."""
+    """Return the sorted folders and files in a folder.
+
+    Hidden entries and entries that archives leave behind are left out.
+    """
     try:
         with os.scandir(folder) as found:
             entries = sorted((entry.name, entry.is_dir()) for entry in found if not entry.name.startswith((".", "__")))
@@ -135,7 +141,7 @@ def _entries(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def _missing(where: Path, root: Path) -> str:
-    """What is not there, and what is instead, at the first level that lacks something."""
+    """Say what is missing, and what exists instead, at the first level of the path that is missing."""
     if not root.is_dir():
         near = nearest(root.name, _entries(root.parent)[0], 0.6).strip()
         return f"There is no folder {root}" + (f" ({near})" if near else "")
@@ -165,14 +171,14 @@ def _no_tree(where: Path, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a data set lies on disk, and what belongs to it."""
+    """The layout of a data set on disk, and the numbers of classes and images that it must have."""
 
     about: str
-    shape: str  # for people
+    shape: str  # in words
     source: str  # where to get it
-    places: dict[str, tuple[str, ...]]  # of each domain: where it may be, from the root
-    classes: Callable[[], Sequence[str]] | None = None  # names by label; None: the folders that are found, sorted
-    count: int | None = None  # of the classes that are to be found
+    places: dict[str, tuple[str, ...]]  # possible places of each domain, relative to the root
+    classes: Callable[[], Sequence[str]] | None = None  # names by label; None: the sorted names of the folders
+    count: int | None = None  # number of classes
     each: int | None = None  # images in a class
     total: dict[str, int] = field(default_factory=dict)  # images in a domain
     severities: bool = False  # whether its domains are corruptions
@@ -180,14 +186,14 @@ class Layout:
     preprocess: Callable[[Input], Preprocess] = Input.photographs
 
     def place(self, root: Path, key: DomainKey) -> Path:
-        """Return the first of a domain's places that exists, else the usual one."""
+        """Return the first of the possible places of a domain that exists, or else the usual one."""
         places = [root / place for place in self.places[key.name]]
         found = next((place for place in places if place.exists()), places[0])
         return found / str(key.severity) if self.severities and self.read is read_tree else found
 
 
 def survey(layout: Layout, root: Path, wanted: Iterable[DomainKey]) -> tuple[list[Row], Sequence[str]]:
-    """Return domains as they are on disk, and the names of the classes by label."""
+    """Return the domains as they are on disk, and the names of the classes by label."""
     rows = [Row(key, layout.place(root, key), layout.total.get(key.name)) for key in wanted]
     found = {name for row in rows for name in _entries(row.where)[0]} if layout.classes is None else ()
     names = layout.classes() if layout.classes is not None else sorted(found)
@@ -199,7 +205,10 @@ def survey(layout: Layout, root: Path, wanted: Iterable[DomainKey]) -> tuple[lis
 
 @cache
 def synsets(which: str = "imagenet") -> tuple[str, ...]:
-    """WordNet's numbers of ImageNet's 1000 classes, or of the 200 of "imagenet_r" or "imagenet_a"; the lists are timm's."""
+    """Return the WordNet numbers of the 1000 classes of ImageNet, or of the 200 classes of a subset of it.
+
+    The subsets are "imagenet_r" and "imagenet_a". The lists are those of timm.
+    """
     if which == "imagenet":
         return tuple(ImageNetInfo().label_names())
     return tuple((resources.files("timm.data") / "_info" / f"{which}_synsets.txt").read_text().split())
@@ -207,7 +216,7 @@ def synsets(which: str = "imagenet") -> tuple[str, ...]:
 
 @cache
 def numerals(count: int) -> tuple[str, ...]:
-    """Classes that are named by their numbers, in the order of these: "2" comes before "10"."""
+    """Return classes that are named by their numbers, in numerical order: "2" comes before "10"."""
     return tuple(map(str, range(count)))
 
 
@@ -230,7 +239,7 @@ LAYOUTS = {
         "ImageNet's validation images under 15 (and 4 extra) corruptions",
         "<corruption>/<severity>/<wnid>/*.JPEG",
         "https://zenodo.org/records/2235448 (noise.tar, blur.tar, weather.tar, digital.tar)",
-        {name: (name, f"{group}/{name}") for name, group in GROUP_OF.items()},  # the archives unpacked in one place, or each
+        {name: (name, f"{group}/{name}") for name, group in GROUP_OF.items()},  # in one folder, or one per group
         synsets,
         each=50,
         severities=True,

@@ -1,4 +1,4 @@
-"""From an image file to what a model takes."""
+"""The preprocessing of an image file into what a model takes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from .corruptions import Pixels
 
 @dataclass(frozen=True)
 class Preprocess:
-    """How an image becomes what a model takes: resized, its centre cut out, normalised. The numbers are torchvision's.
+    """The preprocessing of an image: resize, central crop, and normalisation. The results equal those of torchvision.
 
     Args:
-        resize: Length of the shorter side, or (height, width), which may change the aspect ratio. None keeps the size.
-        crop: Side of the central square that is cut out. None keeps all.
-        mean: The model's normalisation, of pixels from 0 to 1, for red, green and blue.
-        std: The standard deviations of that normalisation.
+        resize: The length of the shorter side, or (height, width), which may change the aspect ratio. None keeps the size.
+        crop: The side of the central square that is cropped. None keeps the whole image.
+        mean: The mean of the model's normalisation, of pixels from 0 to 1, for red, green and blue.
+        std: The standard deviation of the model's normalisation, for red, green and blue.
     """
 
     resize: int | tuple[int, int] | None
@@ -33,7 +33,7 @@ class Preprocess:
     std: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        for name in ("mean", "std"):  # a list is as good
+        for name in ("mean", "std"):  # lists are accepted as well
             object.__setattr__(self, name, tuple(float(value) for value in getattr(self, name)))
         if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
             raise ConfigError(f"mean={self.mean}, std={self.std}: give three numbers each, and a deviation above 0.")
@@ -48,7 +48,7 @@ class Preprocess:
     def for_model(
         cls, model: nn.Module, *, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
     ) -> Preprocess:
-        """Return what photographs of any size need for a model. `Input.photographs` and `input_of` say more."""
+        """Return the preprocessing of photographs of any size for a model, as `Input.photographs` explains."""
         return input_of(model, mean=mean, std=std).photographs()
 
     def __call__(self, image: Image.Image) -> Pixels:
@@ -64,58 +64,61 @@ class Preprocess:
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         if self.crop is not None:
             width, height = image.size
-            if self.crop > min(width, height):  # torchvision would add a black frame
+            if self.crop > min(width, height):  # torchvision would add a black border
                 raise InputError(f"it has {width} x {height} pixels, too few to cut out {self.crop} x {self.crop}")
             left, top = round((width - self.crop) / 2), round((height - self.crop) / 2)
             image = image.crop((left, top, left + self.crop, top + self.crop))
         return np.asarray(image)
 
     def normalised(self, pixels: Pixels) -> Tensor:
-        """Return uint8 (N, height, width, 3) as what the model takes, (N, 3, height, width)."""
+        """Convert uint8 (N, height, width, 3) to what the model takes, (N, 3, height, width)."""
         return Normalisation(self.mean, self.std).of_bytes(pixels)
 
     def description(self) -> dict[str, Any]:
-        """Return the numbers as they come back from JSON."""
+        """Return the settings in the form in which JSON returns them."""
         return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
 
 
 class Input(NamedTuple):
-    """What a model takes: squares of `size` pixels, normalised; and how many `classes` its head has."""
+    """The input of a model: normalised squares of `size` pixels. `classes` is the number of classes of its head."""
 
     size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    share: float  # of the resized image's shorter side that is cut out: timm's crop_pct
+    share: float  # share of the resized shorter side that is cropped: timm's crop_pct
     classes: int
 
     def photographs(self) -> Preprocess:
-        """Return what images of any size need. At 224 pixels the shorter side is 256, as in the papers."""
+        """Return the preprocessing of images of any size. At 224 pixels the shorter side is 256, as in the papers."""
         return Preprocess(256 if self.size == 224 else int(self.size / self.share), self.size, self.mean, self.std)
 
     def stored(self, side: int) -> Preprocess:
-        """Return what squares of `side` pixels need: nothing, or a resize for a model of another size."""
+        """Return the preprocessing of squares of `side` pixels: none, or a resize for a model of another size."""
         return Preprocess(None if self.size == side else self.size, self.size, self.mean, self.std)
 
     def squashed(self) -> Preprocess:
-        """Return what makes a square of the whole image, of which 7/8 are kept: from 256 x 256 at 224 pixels."""
+        """Return the preprocessing that resizes the whole image to a square and keeps the central 7/8 of each side.
+
+        At 224 pixels the square is 256 x 256.
+        """
         side = self.size * 256 // 224
         return Preprocess((side, side), self.size, self.mean, self.std)
 
 
 def input_of(model: nn.Module, *, mean: Sequence[float] | None = None, std: Sequence[float] | None = None) -> Input:
-    """Return what a model takes, by its own configuration. Nothing is assumed where that does not say it.
+    """Return the input of a model according to its configuration. Nothing else is assumed.
 
     Args:
-        model: A vision transformer that acclimate understands.
-        mean: Normalisation instead of that in a timm model's configuration; any other model needs it.
-        std: The standard deviations of that normalisation.
+        model: A vision transformer that acclimate supports.
+        mean: The mean of the normalisation, which replaces that of a timm configuration. Any other model needs it.
+        std: The standard deviation of the normalisation, which replaces that of a timm configuration.
     """
     vit = view(model)
     config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
     known = model_normalisation(vit, mean, std)
     if known is None:
         raise unknown_normalisation(type(model).__name__)
-    # not the configuration's input size, which stays the same in create_model(..., img_size=...)
+    # the input size in the configuration is not used: create_model(..., img_size=...) does not change it
     height, width = vit.image_size or config.get("input_size", (3, 0, 0))[1:]
     if height != width or not height:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""One image under every corruption, on one page."""
+"""One page with all corruptions of one image."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from PIL import Image, ImageDraw, ImageFont
 from .corruptions import CORRUPTIONS, EXTRA, SEVERITIES, Pixels, constants_for, corrupt
 from .folder import AnyPath
 
-TILE = 224  # pixels of the longer side of a tile, about
+TILE = 224  # approximate longer side of a tile, in pixels
 GAP, LABEL, HEADER = 6, 170, 34
 
 
 def contact_sheet(
     image: Pixels, *, seed: int = 0, constants: str | None = None, frost: AnyPath | None = None
 ) -> Image.Image:
-    """All corruptions (rows) of one image at all severities (columns), with the clean image in the corner.
+    """Draw one image with all corruptions (rows) at all severities (columns), and the clean image in the corner.
 
-    A large image is first reduced to the size of ImageNet-C's, for which the corruptions are made. A small one is
-    corrupted as it is, and its pixels are shown as squares.
+    A large image is first reduced to the size of ImageNet-C's images, for which the corruptions are made. A small image is
+    corrupted at its own size, and its pixels are shown as squares.
 
     Args:
         image: uint8 RGB (height, width, 3).
-        seed: As for `corrupt`; so are the others.
-        constants: See there.
-        frost: See there.
+        seed: The seed of all random numbers.
+        constants: The strengths of the severities: "imagenet-c" or "cifar-10-c". Default: chosen by the size of the image.
+        frost: A folder with the photographs of ice that ImageNet-C used (frost1.png, ...). Default: generated ice.
     """
     height, width = image.shape[:2]
     if max(height, width) > TILE:

@@ -1,20 +1,20 @@
-"""In which order, and how many at a time, a model meets its target: the settings of the literature.
+"""Streams of batches, in the settings of the literature.
 
-A setting names what departs from the plain stream; names can be joined by a plus sign.
+A setting is a name for the order and the size of the batches. Names can be joined by a plus sign.
 
 | setting | the stream |
 |---|---|
 | `normal` | one domain, shuffled |
 | `bs1` | one image at a time |
-| `label-shift` | one class after another dominates, as in SAR |
+| `label-shift` | one class after another is the most frequent, as in SAR |
 | `mixed` | all domains, shuffled together |
-| `continual` | one domain after another; nobody says when it changes |
-| `gradual` | as `continual`, each corruption rising from severity 1 to 5 and falling back to 1 |
+| `continual` | one domain after another; the model is not told when the domain changes |
+| `gradual` | as `continual`; the severity of each corruption rises from 1 to 5 and falls back to 1 |
 
-`label-shift` and `bs1` go with each of the others: `continual+label-shift`, `mixed+bs1`.
+`label-shift` and `bs1` can be joined with each of the others: `continual+label-shift`, `mixed+bs1`.
 
-The order depends on the seed, the domains and the setting alone, never on the method or the number of workers, so that two
-methods meet the same batches. That of `label-shift` is, as in SAR, the same in every domain.
+The order depends only on the seed, the domains and the setting, and not on the method or the number of workers, so that two
+methods get the same batches. In `label-shift` the order is the same in every domain, as in SAR.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .domains import Domain, DomainKey
 SETTINGS = ("normal", "bs1", "label-shift", "mixed", "continual", "gradual")
 ARRANGEMENTS = ("mixed", "continual", "gradual")
 SAR_RATIOS = (1, 1000, 2000, 3000, 4000, 5000, 500_000)
-SAR_DIGESTS = {  # of the authors' files for 1000 classes of 50 images, ratio 500000
+SAR_DIGESTS = {  # digests of the authors' files for 1000 classes of 50 images, ratio 500000
     "9bdb3e88c3efd6b1d6bb3f0f3f26d7bf5f9215f029a05e81fa7c4a13b79972e6": 2021,
     "659082b354831f34db5ed0b05b7778cc05aa6a8725d99d26d1de105ecafe6060": 2022,
     "4c53bb0caa8252f855f8dba76fbc0dd812ff484789e6c418c774bb4d654bda4b": 2023,
@@ -48,7 +48,10 @@ SAR_DIGESTS = {  # of the authors' files for 1000 classes of 50 images, ratio 50
 
 
 class Batch(NamedTuple):
-    """`domain` has, for each image, the position of its domain in the stream's `domains`."""
+    """A batch of images, with their labels and domains.
+
+    `domain` contains, for each image, the position of its domain in the list `domains` of the stream.
+    """
 
     images: Tensor
     labels: Tensor
@@ -56,16 +59,16 @@ class Batch(NamedTuple):
 
 
 class Stream:
-    """Batches of (images, labels, domain), in one order for everybody.
+    """A stream of batches of (images, labels, domain), in an order that is the same for every method.
 
     Args:
         domains: One domain, or several for `mixed`, `continual` and `gradual`.
         setting: One of `SETTINGS`, or several joined by a plus sign.
-        batch_size: Images at a time; 1 in `bs1`.
-        seed: Of the order.
-        ratio: In `label-shift`, how much more likely the dominating class is than each other one.
-        order: In `label-shift` of one domain, the authors' own index file (`.npy`), or such an array, instead of a seed.
-        workers: Processes that load images ahead; 0 loads in this one.
+        batch_size: The number of images in a batch; 1 in `bs1`.
+        seed: The seed of the order.
+        ratio: In `label-shift`, the ratio between the probabilities of the dominating class and of any other class.
+        order: In `label-shift` with one domain, the authors' index file (`.npy`), or such an array, instead of a seed.
+        workers: The number of processes that load images in advance; 0 loads them in this process.
     """
 
     def __init__(
@@ -100,7 +103,7 @@ class Stream:
     # ---- order ------------------------------------------------------------------------------------------------
 
     def _visits(self) -> list[list[int]]:
-        """Which domains are met one after another, and which together."""
+        """Return the positions of the domains of each visit. The domains of a visit are mixed."""
         everything = range(len(self.domains))
         if "mixed" in self.setting:
             return [list(everything)]
@@ -123,14 +126,14 @@ class Stream:
         return [[0]]
 
     def _order(self, visit: list[int], number: int) -> Integers:
-        """Positions in the list of all domains' images, one after another, for one visit."""
+        """Return the order of the images of one visit, as positions in the list of the images of all domains."""
         positions = np.concatenate([np.arange(self._starts[i], self._starts[i + 1]) for i in visit])
         if self._given is not None:
             return positions[self._given]
         if "label-shift" in self.setting:
             return positions[label_shift(self._labels[positions], seed=self.seed, ratio=self.ratio)]
         key = "|".join([str(self.seed), self.setting, str(number), *(str(self.domains[i].key) for i in visit)])
-        # numpy promises that its old generator draws the same for ever
+        # numpy guarantees that RandomState draws the same numbers in all versions
         rng = np.random.RandomState(np.frombuffer(hashlib.sha256(key.encode()).digest(), "<u4"))
         return positions[rng.permutation(len(positions))]
 
@@ -159,53 +162,56 @@ class Stream:
 
     @property
     def order(self) -> Integers:
-        """Every image of the stream, by its position in the list of all domains' images, one domain after another."""
+        """The images of the stream, as positions in the list of the images of all domains, one domain after another."""
         return np.concatenate(self._parts)
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the order: two streams that share it show the same images in the same order."""
+        """The SHA-256 of the order. Streams with equal digests show the same images in the same order."""
         return _digest(self.order)
 
     def showing(self, view: Callable[[Domain], Domain]) -> Stream:
-        """The same images in the same order, each domain as `view` has it, which keeps its name and its labels."""
+        """Return a stream of the same images in the same order, with every domain replaced by `view(domain)`.
+
+        `view` must keep the key and the labels of a domain.
+        """
         shown = [view(domain) for domain in self.domains]
         if all(mine is other for mine, other in zip(self.domains, shown)):
-            return self  # whose order is digested once, for all who meet it
+            return self  # keeps the cached digest of the order
         other = copy(self)
         other.domains = shown
         return other
 
-    # ---- what it shows ----------------------------------------------------------------------------------------
+    # ---- batches ----------------------------------------------------------------------------------------------
 
     @property
     def samples(self) -> int:
-        """Images in the stream, with repetitions."""
+        """The number of images in the stream, including repetitions."""
         return sum(map(len, self._parts))
 
     def __len__(self) -> int:
-        """Batches. A batch never spans the border between two domains that follow each other."""
+        """Return the number of batches. A batch never contains images of two successive domains."""
         return sum(-(-len(part) // self.batch_size) for part in self._parts)
 
     def __iter__(self) -> Iterator[Batch]:
         return self.since(0)
 
     def since(self, done: int) -> Iterator[Batch]:
-        """The batches after the first `done`, which are not loaded."""
+        """Yield the batches after the first `done` ones, which are not loaded."""
         batches = [part[i : i + self.batch_size] for part in self._parts for i in range(0, len(part), self.batch_size)]
         return iter(
             DataLoader(
-                self,  # type: ignore[arg-type]  # a loader asks for nothing but __getitems__
+                self,  # type: ignore[arg-type]  # a loader uses nothing but __getitems__
                 batch_sampler=batches[done:],  # type: ignore[arg-type]
                 num_workers=self.workers,
                 collate_fn=_as_it_is,
                 pin_memory=torch.cuda.is_available(),
-                generator=torch.Generator(),  # else the loader would draw from torch's global one
+                generator=torch.Generator(),  # otherwise the loader would draw from torch's global generator
             )
         )
 
     def __getitems__(self, positions: Integers) -> Batch:
-        """One batch, given by positions as in `order`."""
+        """Return one batch, given positions as in `order`."""
         domain = np.searchsorted(self._starts, positions, side="right") - 1
         images: Tensor | None = None
         for i in np.unique(domain):
@@ -218,7 +224,7 @@ class Stream:
 
     @property
     def description(self) -> str:
-        """The stream in one line, for people."""
+        """A description of the stream in one line."""
         names = [str(domain.key) for domain in self.domains]
         shown = ", ".join(names) if len(names) <= 4 else f"{names[0]} ... {names[-1]} ({len(names)} domains)"
         size = "1 image" if self.batch_size == 1 else f"up to {self.batch_size} images"
@@ -241,21 +247,21 @@ class Stream:
 
 
 def label_shift(labels: Integers, *, seed: int, ratio: float = 500_000) -> Integers:
-    """Indices of a stream in which one class after another dominates, as SAR's authors drew theirs.
+    """Return the indices of a stream in which one class after another dominates, drawn as by SAR's authors.
 
-    Each class dominates for twice as many steps as a class has images: then the label is `ratio` times as likely to be this
-    class as each other one; and the image is any of its label's, with repetition. For 1000 classes of 50 images this gives,
-    bit for bit, the authors' files of the seeds 2022 and 2023.
+    Each class dominates for twice as many steps as a class has images. In these steps, the label is `ratio` times as likely
+    to be this class as any other class. The image is drawn from all images of its label, with repetition. For 1000 classes
+    of 50 images, the result equals the authors' files of the seeds 2022 and 2023 bit for bit.
 
     Args:
-        labels: Label of every image.
-        seed: Of the order in which the classes dominate. The rest is drawn with the authors' one seed.
-        ratio: How much more likely the dominating class is than each other one.
+        labels: The label of every image.
+        seed: The seed of the order in which the classes dominate. All else is drawn with the single seed of the authors.
+        ratio: The ratio between the probabilities of the dominating class and of any other class.
     """
     present, labels = np.unique(labels, return_inverse=True)
     count = len(present)
     shuffler = random.Random(seed)
-    # the authors shuffle once for each ratio that they study: 500000 gets the seventh shuffle; any other (ours) the eighth
+    # The authors shuffle once for each ratio: 500000 has the seventh shuffle. Any other ratio gets the eighth (our choice).
     for studied in (*SAR_RATIOS, ratio):
         classes = list(range(count))
         shuffler.shuffle(classes)
@@ -285,7 +291,7 @@ def _digest(order: Integers) -> str:
 
 
 def _choice(chance: npt.NDArray[np.float64], p: npt.NDArray[np.float64]) -> Integers:
-    """What `numpy.random.choice(len(p), 1, p=p)` makes of each uniform draw."""
+    """Return what `numpy.random.choice(len(p), 1, p=p)` returns for each uniform random number."""
     cumulated = p.cumsum()
     return (cumulated / cumulated[-1]).searchsorted(chance, side="right")
 

@@ -1,8 +1,8 @@
-"""Something real to run on in the first minute: Fashion-MNIST's test images and a small ViT trained for them.
+"""The bundled data and model: Fashion-MNIST's test images and a small ViT trained for them.
 
-The images are the 10 000 test images of Fashion-MNIST (Xiao, Rasul and Vollgraf 2017, MIT licence, beside this file). The
-model is ours: a timm `VisionTransformer` of 12 blocks, trained by `tools/train_bundled.py` on the 60 000 training images. So
-is the denoiser, a small U-Net that `tools/train_denoiser.py` trained on the same images.
+The images are the 10 000 test images of Fashion-MNIST (Xiao, Rasul and Vollgraf 2017; the MIT licence is beside this file).
+The model is our own: a timm `VisionTransformer` of 12 blocks, trained by `tools/train_bundled.py` on the 60 000 training
+images. The denoiser is a small U-Net, trained by `tools/train_denoiser.py` on the same images.
 """
 
 from __future__ import annotations
@@ -38,24 +38,28 @@ SIZE = 28
 MEAN = STD = (0.5, 0.5, 0.5)
 PREPROCESS = Preprocess(None, None, MEAN, STD)
 SHOWN = ("impulse_noise", "glass_blur", "brightness", "elastic_transform")  # one corruption of each family
-SEVERITY, CONSTANTS = 2, "imagenet-c"  # here the source model is right about 6 times in 10; CIFAR-10-C's hardly harm it
-ASSETS = {"dda": {"denoiser": "bundled"}}  # what methods need beside the model, by method and option
-FOR_TUNING = 2000  # images on which `tuned` was chosen: the last ones that `Subset.sample` draws
+SEVERITY, CONSTANTS = 2, "imagenet-c"  # source accuracy: about 60 %; the constants of CIFAR-10-C change it little
+ASSETS = {"dda": {"denoiser": "bundled"}}  # options that methods require, by method
+FOR_TUNING = 2000  # images for tuning: the last ones that `Subset.sample` draws
 
 
 def model() -> VisionTransformer:
-    """The bundled ViT: 28 x 28 RGB, patches of 4 behind two convolutions, 12 blocks of width 64, ten classes of clothing."""
+    """Return the bundled ViT.
+
+    It takes 28 x 28 RGB images and has patches of 4 pixels after two convolutions, 12 blocks of width 64, and ten classes of
+    clothing.
+    """
     vit = architecture()
     vit.load_state_dict(load_file(WEIGHTS))
     return vit.eval()
 
 
 def architecture(*, patch_drop_rate: float = 0.0) -> VisionTransformer:
-    """The network without its weights. Training drops patches to save time; the parameters are the same."""
+    """Return the network without its weights. Dropping patches saves time in training and changes no parameter."""
 
     def embed(**options: object) -> HybridEmbed:
         stem = nn.Sequential(nn.Conv2d(3, 32, 3, stride=2, padding=1), nn.GELU(), nn.Conv2d(32, 64, 3, padding=1), nn.GELU())
-        return HybridEmbed(stem, **{**options, "patch_size": 2})  # of the stem's map, which has half the resolution
+        return HybridEmbed(stem, **{**options, "patch_size": 2})  # in the output of the stem, which has half the resolution
 
     vit = VisionTransformer(
         img_size=SIZE,
@@ -65,7 +69,7 @@ def architecture(*, patch_drop_rate: float = 0.0) -> VisionTransformer:
         num_heads=4,
         num_classes=len(CLASSES),
         embed_layer=embed,
-        weight_init="jax",  # timm's default is too small for a width of 64: it learns at half the speed
+        weight_init="jax",  # timm's default weights are too small for a width of 64: learning takes twice as long
         patch_drop_rate=patch_drop_rate,
     )
     vit.pretrained_cfg = dict(
@@ -82,14 +86,15 @@ def architecture(*, patch_drop_rate: float = 0.0) -> VisionTransformer:
 
 
 def images() -> Images:
-    """Fashion-MNIST's 10 000 test images, as RGB, with their labels."""
+    """Return Fashion-MNIST's 10 000 test images, as RGB, with their labels."""
     return read(HERE, "t10k")
 
 
 def tuned_options(batch_size: int = 64) -> dict[str, dict[str, Any]]:
-    """For each method, the options that `tools/tune_bundled.py` chose for this model on the four extra corruptions.
+    """Return the options that were tuned for each method and this model.
 
-    They were chosen for batches of 64. A learning rate that the method would scale with the batch is scaled so here, too.
+    `tools/tune_bundled.py` chose them on the four extra corruptions for batches of 64. A learning rate that the method
+    scales with the batch size is scaled here in the same way.
     """
     from ...core.registry import find
 
@@ -101,27 +106,27 @@ def tuned_options(batch_size: int = 64) -> dict[str, dict[str, Any]]:
 
 
 def options(batch_size: int = 64, tuned: bool = True) -> dict[str, dict[str, Any]]:
-    """Return for each method what it cannot do without, and what was tuned for it."""
+    """Return the options of each method: those that it requires, and those that were tuned if `tuned` is set."""
     chosen = tuned_options(batch_size) if tuned else {}
     return {method: {**ASSETS.get(method, {}), **chosen.get(method, {})} for method in {**ASSETS, **chosen}}
 
 
 def statistics() -> SourceStatistics:
-    """Statistics of 2000 training images under this model (`tools/bundled_statistics.py`), for methods that need some."""
+    """Return the statistics of 2000 training images under this model, made by `tools/bundled_statistics.py`."""
     from ...core.statistics import SourceStatistics
 
     return SourceStatistics.load(STATISTICS)
 
 
 def prompts() -> SourceStatistics:
-    """What DePT-G begins with, trained for this model on some training images (`tools/bundled_prompts.py`)."""
+    """Return the prompts for DePT-G that `tools/bundled_prompts.py` trained for this model."""
     from ...core.statistics import SourceStatistics
 
     return SourceStatistics.load(PROMPTS)
 
 
 def source_statistics(needed: Collection[str] | None = None) -> list[SourceStatistics]:
-    """Return both of these, or those that have something of the kinds that are needed."""
+    """Return the statistics and the prompts, or those of them that contain a needed kind."""
     if needed is not None and not needed:
         return []
     both = [statistics(), prompts()]
@@ -129,7 +134,7 @@ def source_statistics(needed: Collection[str] | None = None) -> list[SourceStati
 
 
 def read(folder: Path, part: str) -> Images:
-    """Fashion-MNIST's files as they are distributed: `part` is `"train"` or `"t10k"`."""
+    """Return Fashion-MNIST's images from its original files. `part` is `"train"` or `"t10k"`."""
     grey = _idx(folder / f"{part}-images-idx3-ubyte.gz")
     labels = _idx(folder / f"{part}-labels-idx1-ubyte.gz")
     return Images(np.repeat(grey[..., None], 3, axis=-1), labels.astype(np.int64), np.arange(len(labels)))
