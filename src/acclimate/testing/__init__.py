@@ -1,1 +1,1 @@
-"""The conformance suite and the replay of recordings, also for methods of others."""
+"""The conformance suite and the replay of recordings, which also serve methods outside of this package."""

@@ -1,8 +1,8 @@
-"""The conformance suite: what every method must keep, run on a tiny ViT of every family.
+"""The conformance suite: checks that every method must pass, on a tiny ViT of every family.
 
     acclimate.check_method("mine")
 
-raises a `ConformanceError` that lists what does not hold. A method that cannot meet a check says so, with the reason, in
+raises a `ConformanceError` that lists the checks that fail. A method that cannot pass a check names it, with the reason, in
 `info.exceptions`.
 """
 
@@ -35,7 +35,10 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # torch's registries and flags
 
 
 def tiny_vit(family: str = "timm") -> nn.Module:
-    """A ViT with random weights, the same at every call, that is sure of some random images and unsure of others."""
+    """Return a ViT with random weights, the same at every call.
+
+    Its predictions of random images have low entropies for some images and high entropies for others.
+    """
     generator = torch.Generator().manual_seed(1)
     model = families()[family].tiny(SIZES).eval()
     scales = {m.weight for m in model.modules() if isinstance(m, nn.LayerNorm)}
@@ -52,6 +55,7 @@ def tiny_vit(family: str = "timm") -> nn.Module:
 
 
 def tiny_batches(count: int = 4, size: int = 6, seed: int = 2) -> list[Tensor]:
+    """Return batches of random images for the tiny models."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(size, 3, SIZES.image, SIZES.image, generator=generator) for _ in range(count)]
 
@@ -65,15 +69,16 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def wrap(self, model: nn.Module | None = None, **more: Any) -> Adapter:
+        """Return an adapter of a tiny model, with the source statistics that the method needs."""
         model = tiny_vit(self.family) if model is None else model
-        options: dict[str, Any] = {"mean": 0.5, "std": 0.5, **self.method.info.quick}  # a method that augments has to know
+        options: dict[str, Any] = {"mean": 0.5, "std": 0.5, **self.method.info.quick}  # needed by methods that augment
         kinds = [kind for kind in self.method.info.needs if not KINDS[kind].learned]
         if kinds:
             options["source_statistics"] = source_statistics(model, tiny_batches(2, seed=3), kinds=kinds, batch_size=6)
         return adapt(model, self.method, **{**options, **self.options, **more})
 
     def run(self, adapter: Adapter | None = None) -> Adapter:
-        """An adapter after a few steps."""
+        """Return an adapter after four steps."""
         adapter = adapter or self.wrap()
         for images in tiny_batches():
             adapter(images)
@@ -81,7 +86,7 @@ class Case:
 
 
 def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor], what: str) -> None:
-    """Bitwise, NaN equal to NaN."""
+    """Refuse tensors that are not bitwise equal. NaN equals NaN."""
     if a.keys() != b.keys():
         raise AssertionError(f"{what}: {sorted(a.keys() ^ b.keys())[:3]} on one side only")
     for name in a:
@@ -98,13 +103,14 @@ def _equal(a: Tensor, b: Tensor, what: str) -> None:
 
 
 def _finite(tensors: Mapping[str, Tensor]) -> None:
-    """Parameters and optimizer state; a buffer may hold NaN for "none yet"."""
+    """Refuse parameters and optimizer states that are not finite. A buffer may use NaN for "no value yet"."""
     for name, tensor in tensors.items():
         if name.startswith(("model/", "optimizer/")) or ".weight" in name or ".bias" in name:
             assert tensor.isfinite().all(), f"{name} is not finite"
 
 
 def configuration_round_trips(case: Case) -> None:
+    """Check that a configuration can be written to JSON and read again."""
     method = case.wrap().method
     config = json.loads(json.dumps(method.config))
     again = json.loads(json.dumps(type(method)(**config).config))
@@ -112,6 +118,7 @@ def configuration_round_trips(case: Case) -> None:
 
 
 def only_declared_parameters_change(case: Case) -> None:
+    """Check that a method changes some parameters that it declares, and no others."""
     model = tiny_vit(case.family)
     source = {name: p.clone() for name, p in model.named_parameters()}
     by_name = dict(model.named_parameters())
@@ -187,6 +194,7 @@ def _content(value: Any, torch_state: Mapping[int, Any], around: tuple[int, ...]
 
 
 def input_is_untouched(case: Case) -> None:
+    """Check that a call does not change its images."""
     images = tiny_batches(1)[0]
     before = images.clone()
     case.wrap()(images)
@@ -195,6 +203,7 @@ def input_is_untouched(case: Case) -> None:
 
 
 def reset_equals_freshly_wrapped(case: Case) -> None:
+    """Check that an adapter after `reset` equals a freshly wrapped one."""
     adapter, fresh = case.run(), case.wrap()
     adapter.reset()
     same(adapter.state.capture(), fresh.state.capture(), "after reset")
@@ -204,6 +213,7 @@ def reset_equals_freshly_wrapped(case: Case) -> None:
 
 
 def save_load_continue(case: Case) -> None:
+    """Check that a run continues from a state file as if it had not been interrupted."""
     adapter = case.run()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "state.safetensors"
@@ -216,6 +226,7 @@ def save_load_continue(case: Case) -> None:
 
 
 def snapshot_and_rollback(case: Case) -> None:
+    """Check that `rollback` restores a snapshot, and that the following steps repeat themselves."""
     adapter = case.run()
     snapshot = adapter.snapshot()
     after = [adapter(images) for images in tiny_batches(seed=5)]
@@ -226,6 +237,7 @@ def snapshot_and_rollback(case: Case) -> None:
 
 
 def unwrap_gives_back_the_source(case: Case) -> None:
+    """Check that `unwrap` returns the original model, with its weights, modules and flags."""
     model = tiny_vit(case.family).train()
     images = tiny_batches(1)[0]
     source = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -245,6 +257,7 @@ def unwrap_gives_back_the_source(case: Case) -> None:
 
 
 def frozen_changes_nothing(case: Case) -> None:
+    """Check that frozen calls change no state and leave no record."""
     adapter = case.run()
     before, record = adapter.state.capture(), adapter.record
     with adapter.frozen():
@@ -255,15 +268,17 @@ def frozen_changes_nothing(case: Case) -> None:
 
 
 def same_seed_same_run(case: Case) -> None:
+    """Check that the seed determines a run, whatever torch's global random state is."""
     a, b = case.wrap(seed=3), case.wrap(seed=3)
     torch.manual_seed(0)
     case.run(a)
-    torch.manual_seed(1)  # the global generator must not matter
+    torch.manual_seed(1)  # the global generator must have no effect
     case.run(b)
     same(a.state.capture(), b.state.capture(), "same seed")
 
 
 def two_adapters_are_independent(case: Case) -> None:
+    """Check that two adapters do not influence each other."""
     alone, one, other = case.run(), case.wrap(), case.wrap(seed=7)
     for mine, theirs in zip(tiny_batches(), tiny_batches(seed=9)):
         one(mine)
@@ -272,6 +287,7 @@ def two_adapters_are_independent(case: Case) -> None:
 
 
 def batch_of_one(case: Case) -> None:
+    """Check that a method adapts to single images without values that are not finite."""
     adapter = case.wrap()
     for images in tiny_batches(6, size=1):
         logits = adapter(images)
@@ -280,8 +296,9 @@ def batch_of_one(case: Case) -> None:
 
 
 def no_reliable_sample(case: Case) -> None:
+    """Check that a method accepts batches in which no sample is reliable."""
     model = tiny_vit(case.family)
-    with torch.no_grad():  # every class equally likely: the largest entropy there is
+    with torch.no_grad():  # all classes are equally likely, which is the largest entropy
         for p in view(model).head.parameters():
             p.zero_()
     adapter = case.wrap(model)
@@ -291,6 +308,7 @@ def no_reliable_sample(case: Case) -> None:
 
 
 def bad_images_leave_the_state_alone(case: Case) -> None:
+    """Check that images with NaN or Inf raise an error or an event, and do not damage the state."""
     adapter = case.run()
     before = adapter.state.capture()
     for value in (float("nan"), float("inf")):
@@ -306,6 +324,7 @@ def bad_images_leave_the_state_alone(case: Case) -> None:
 
 
 def memory_is_bounded(case: Case) -> None:
+    """Check that neither the state nor the memory grows with the number of steps."""
     adapter = case.wrap()
     sizes = []
     for batches in (tiny_batches(12), tiny_batches(40, seed=5)):
@@ -313,7 +332,7 @@ def memory_is_bounded(case: Case) -> None:
             adapter(images)
         del batches, images
         gc.collect()
-        with warnings.catch_warnings():  # looking at every object trips deprecated attributes of other libraries
+        with warnings.catch_warnings():  # inspecting all objects touches deprecated attributes of other libraries
             warnings.simplefilter("ignore")
             held = sum(o.numel() * o.element_size() for o in gc.get_objects() if type(o) in (Tensor, nn.Parameter))
         sizes.append((held, sum(t.numel() for t in adapter.state.capture().values())))
@@ -322,13 +341,14 @@ def memory_is_bounded(case: Case) -> None:
 
 
 def caller_without_gradients(case: Case) -> None:
+    """Check that results do not depend on `no_grad` or `inference_mode` of the caller."""
     contexts: Sequence[Callable[[], Any]] = (nullcontext, torch.no_grad, torch.inference_mode)
     captures = []
     for context in contexts:
         adapter = case.wrap()
         with context():
             for images in tiny_batches():
-                logits = adapter(images.clone())  # in inference mode this is an inference tensor
+                logits = adapter(images.clone())  # an inference tensor in inference mode
         assert not logits.requires_grad, "the logits carry a graph"
         captures.append(adapter.state.capture())
     for capture in captures[1:]:
@@ -336,7 +356,8 @@ def caller_without_gradients(case: Case) -> None:
 
 
 def micro_batches_do_not_matter(case: Case) -> None:
-    # in float64, where rounding is no excuse
+    """Check that the size of the micro-batches does not change the result."""
+    # in float64, so that rounding cannot explain a difference
     whole, parts = (case.run(case.wrap(tiny_vit(case.family).double(), micro_batch=size)) for size in (6, 4))
     for name, p in whole.engine.adapted.named.items():
         difference = float((parts.engine.adapted.named[name] - p).detach().abs().max())
@@ -371,14 +392,14 @@ def check_method(method: str | type[Method], **options: Any) -> dict[str, str]:
     """Run every check on every installed family of models.
 
     Args:
-        method: Name or class; a class has to be registered, because the state file names its method.
-        **options: Options of the method to check it with.
+        method: The name or the class of a method. A class must be registered, because the state file contains the name.
+        **options: The options with which the method is checked.
 
     Returns:
-        Outcome by "family: check": "passed", or "excused: reason".
+        The outcome of each check, by "family: check": "passed", or "excused: reason".
 
     Raises:
-        ConformanceError: lists all checks that failed.
+        ConformanceError: If a check failed. The message lists all failed checks.
     """
     cls = find(method)
     unknown = sorted(cls.info.exceptions.keys() - CHECKS.keys())
@@ -398,7 +419,7 @@ def check_method(method: str | type[Method], **options: Any) -> dict[str, str]:
             try:
                 check(Case(cls, family, options))
                 outcomes[where] = "passed"
-            except Exception as error:  # whatever a method under test raises is its failure, not the suite's
+            except Exception as error:  # any error of a method under test is a failed check
                 outcomes[where] = "failed"
                 failures.append(f"{where}: {type(error).__name__}: {error}")
     if failures:

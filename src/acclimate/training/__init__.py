@@ -1,1 +1,1 @@
-"""Train a source model, resumable."""
+"""Training of a source model, which can be interrupted and resumed."""

@@ -1,7 +1,8 @@
-"""A training that can be interrupted: it goes on when it is called again, and ends with the same weights.
+"""A training loop that can be interrupted and resumed, and that ends with the same weights in any case.
 
-Every epoch draws from generators seeded with (seed, epoch) and ends with a checkpoint beside the output. So a training that
-was interrupted, or killed, ends with the same weights to the last bit, on the same machine with the same number of threads.
+Every epoch draws from generators seeded with (seed, epoch), and ends with a checkpoint beside the output. A training that
+was interrupted or killed therefore ends with the same weights bit for bit, on the same machine with the same number of
+threads.
 """
 
 from __future__ import annotations
@@ -32,29 +33,31 @@ from ..data.streams import Stream
 from ..errors import ConfigError, InputError, NonFiniteError, StateError, some
 from ..models.view import ViT
 
-MOMENTUM = "momentum/"  # before the names of the optimizer's tensors in a checkpoint
+MOMENTUM = "momentum/"  # prefix of the optimizer's tensors in a checkpoint
 
 
 class Schedule(Protocol):
-    """What a training has to know of a recipe."""
+    """The attributes of a recipe that the training loop uses."""
 
     @property
-    def epochs(self) -> int: ...
+    def epochs(self) -> int:
+        """The number of passes over the images."""
 
     @property
-    def batch_size(self) -> int: ...
+    def batch_size(self) -> int:
+        """The number of images in a step."""
 
 
 class Training:
-    """A model in training: all that a checkpoint holds, and how it goes on.
+    """A model in training, with everything that a checkpoint contains.
 
     Args:
         vit: The model.
-        learned: The module whose tensors are the checkpoint's.
-        optimizer: Of its parameters.
-        schedule: How long, and how many images at a time.
-        seed: Of all that is random.
-        autocast: Compute in bfloat16 where torch thinks it safe.
+        learned: The module whose tensors are stored in checkpoints.
+        optimizer: The optimizer of the parameters of `learned`.
+        schedule: The number of epochs and the batch size.
+        seed: The seed of all random numbers.
+        autocast: Whether to compute in bfloat16 where torch considers it safe.
     """
 
     def __init__(
@@ -62,18 +65,23 @@ class Training:
     ) -> None:
         self.vit, self.learned, self.optimizer = vit, learned, optimizer
         self.schedule, self.seed, self.autocast = schedule, seed, autocast
-        self.history: list[list[float]] = []  # of each epoch: mean loss, accuracy on what is held out
+        self.history: list[list[float]] = []  # of each epoch: mean loss, accuracy on the images held out
 
     def step(self, images: Tensor, labels: Tensor, draws: np.random.RandomState, done: float) -> float:
-        """Learn from a batch when a share of the training is `done`; the loss before."""
+        """Learn from a batch, and return the loss from before the update.
+
+        `done` is the share of the training that is finished.
+        """
         raise NotImplementedError
 
     def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of a checkpoint: those of `learned`, and the momentum of the optimizer."""
         moving = {name: self.optimizer.state[p].get("momentum_buffer") for name, p in self.learned.named_parameters()}
         named = {f"{MOMENTUM}{name}": tensor for name, tensor in moving.items() if tensor is not None}
         return {**self.learned.state_dict(), **named}
 
     def resume(self, tensors: Mapping[str, Tensor], history: list[list[float]]) -> None:
+        """Load the tensors and the history of a checkpoint."""
         self.learned.load_state_dict({name: tensor for name, tensor in tensors.items() if not name.startswith(MOMENTUM)})
         for name, p in self.learned.named_parameters():
             if f"{MOMENTUM}{name}" in tensors:
@@ -90,14 +98,17 @@ class Training:
         workers: int,
         console: Console,
     ) -> None:
-        """Begin, or go on from a checkpoint, and train to the end; checkpoints of this kind are beside `out`."""
+        """Train to the end, from the beginning or from a checkpoint.
+
+        Checkpoints of this kind are stored beside `out`.
+        """
         unfinished = checkpoint_of(out)
 
         def save() -> None:
             statefile.write(unfinished, self.tensors(), {"kind": kind, "settings": settings, "history": self.history})
 
         if begun is None:
-            save()  # so that a place where nothing can be written is noticed now
+            save()  # fails now if the file cannot be written
             out.unlink(missing_ok=True)
         else:
             self.resume(begun[0], begun[1]["history"])
@@ -105,6 +116,7 @@ class Training:
         self.to_the_end(*parts, workers, console, save)
 
     def to_the_end(self, train: Domain, held_out: Domain, workers: int, console: Console, save: Callable[[], None]) -> None:
+        """Train the remaining epochs, with a checkpoint after each."""
         size, epochs = self.schedule.batch_size, self.schedule.epochs
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
@@ -114,7 +126,7 @@ class Training:
                 stream = Stream(train, batch_size=size, seed=int(draws.randint(2**31)), workers=workers)
                 before = f", held out {self.history[-1][1]:.1%}" if epoch else ""
                 losses: list[float] = []
-                torch.manual_seed(int(draws.randint(2**31)))  # for a model with dropout
+                torch.manual_seed(int(draws.randint(2**31)))  # for models with dropout
                 for batch in stream:
                     done = epoch + (len(losses) + 0.5) / len(stream)
                     losses.append(self.step(batch.images, batch.labels, draws, done / epochs))
@@ -128,17 +140,20 @@ class Training:
 
     @torch.no_grad()
     def accuracy(self, stream: Stream) -> float:
+        """Return the accuracy of the model on a stream."""
         self.vit.model.eval()
         right = [self.logits(self.vit.check(batch.images)).argmax(1).cpu() == batch.labels for batch in stream]
         return torch.cat(right).double().mean().item()
 
     def logits(self, images: Tensor) -> Tensor:
+        """Return the logits of a batch in float32, and refuse logits that are not finite."""
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.autocast):
             logits = self.vit.logits(images).float()
         self.require_finite(logits)
         return logits
 
     def require_finite(self, values: Tensor) -> None:
+        """Refuse values that are not finite, because the training has diverged."""
         if not values.isfinite().all():
             raise NonFiniteError(
                 f"The training diverged in epoch {len(self.history) + 1}: begin again with lower learning rates."
@@ -146,7 +161,7 @@ class Training:
 
 
 def split(domain: Domain, class_names: Sequence[str], share: float, seed: int) -> tuple[Subset, Subset]:
-    """A domain to train on, and a share of each of its classes, at least one image, that is held out."""
+    """Split a domain into images to train on, and images held out: a share of each class, at least one image."""
     labels, draws = domain.labels, draws_for(seed, "held out")
     if len(class_names) < 2:
         raise InputError(f"{domain.key} has {len(class_names)} class: there is nothing to tell apart. Give two or more.")
@@ -163,40 +178,46 @@ def split(domain: Domain, class_names: Sequence[str], share: float, seed: int) -
 
 
 def checkpoint_of(out: Path) -> Path:
-    """Where a training is kept until it is finished and in `out`."""
+    """Return the path of the checkpoint of a training whose output will be `out`."""
     if out.suffix != ".safetensors":
         raise ConfigError(f"{out}: give the output a name that ends in .safetensors.")
     return out.with_name(f"{out.name}.unfinished")
 
 
 def pace(done: float, warmup: float) -> float:
-    """The share of its peak that a learning rate has when a share of all steps is done: a short rise, then a cosine."""
+    """Return a learning rate relative to its peak, when a share `done` of all steps is finished.
+
+    It rises linearly during the warm-up, and falls along a cosine.
+    """
     return min(1.0, done / warmup if warmup else 1.0) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 def augmented(images: Tensor, draws: np.random.RandomState, area: float, stretch: float) -> Tensor:
-    """A random part of every image at full size, half of them flipped: `RandomResizedCrop` for a batch."""
+    """Return a random crop of every image at full size, half of them flipped: `RandomResizedCrop` for a batch."""
     size, aspect, x, y, flip = torch.from_numpy(draws.random_sample((5, len(images))))
     size = area + (1 - area) * size
     aspect = ((2 * aspect - 1) * math.log(stretch)).exp()
     width, height = (size * aspect).sqrt().clamp(max=1), (size / aspect).sqrt().clamp(max=1)
-    where = torch.zeros(len(images), 2, 3, dtype=torch.float64)  # from places in the new image to those in the old one
+    where = torch.zeros(len(images), 2, 3, dtype=torch.float64)  # maps from the new image to the old one
     where[:, 0, 0], where[:, 1, 1] = torch.where(flip < 0.5, -width, width), height
-    where[:, 0, 2], where[:, 1, 2] = (2 * x - 1) * (1 - width), (2 * y - 1) * (1 - height)  # an image is from -1 to 1
+    where[:, 0, 2], where[:, 1, 2] = (2 * x - 1) * (1 - width), (2 * y - 1) * (1 - height)  # positions are from -1 to 1
     grid = F.affine_grid(where.to(images), list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, padding_mode="border", align_corners=False)
 
 
 def draws_for(*key: object) -> np.random.RandomState:
-    """Random numbers that depend on the key alone; numpy promises that its old generator draws the same for ever."""
+    """Return a generator whose random numbers depend only on the key.
+
+    It is a `RandomState`, for which numpy guarantees the same numbers in all versions.
+    """
     digest = hashlib.sha256("|".join(map(str, key)).encode()).digest()
     return np.random.RandomState(np.frombuffer(digest, "<u4"))
 
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """The same sums every time, and torch's global random numbers as if nothing had happened."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses to multiply on a GPU
+    """Let torch use deterministic algorithms inside the block, and keep its global random state unchanged."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise torch refuses to multiply matrices on a GPU
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -207,18 +228,23 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 
 def versions_used() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that determine the weights."""
     found = {name: metadata.version(name) for name in ("torch", "timm", "numpy", "pillow")}
     return {"acclimate": __version__, "python": platform.python_version(), **found}
 
 
 def say(console: Console, text: str) -> None:
+    """Print a line of plain text."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def read_trained(
     path: Path, kind: str, settings: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """A file of this kind and, if given, of these settings; None if there is no file."""
+    """Return the tensors and the header of a file of this kind, or None if there is no file.
+
+    A file that was made with other settings is refused.
+    """
     if not path.exists():
         return None
     tensors, header = statefile.read_kind(path, kind)
@@ -235,7 +261,7 @@ def read_trained(
 
 
 def _flat(settings: Mapping[str, Any], above: str = "") -> dict[str, str]:
-    """Settings by their full names, as text."""
+    """Return nested settings as text, by their full names."""
     flat: dict[str, str] = {}
     for key, value in settings.items():
         flat |= _flat(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}": json.dumps(value)}

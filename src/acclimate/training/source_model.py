@@ -1,15 +1,17 @@
-"""A source model for data that has none: a timm ViT with a new head, fine-tuned on one domain.
+"""Training of a source model: a timm ViT with a new head, fine-tuned on one domain.
 
     data = open_data("office-home", root, Preprocess.for_model(timm.create_model(name)), domains=["Art"])
     train_source(data.domains[0], data.class_names, "art.safetensors", model=name)
     model = load_source("art.safetensors")
 
-The recipe is ours. The paper says no more of Office-Home than that the classifier head is replaced and the model fine-tuned,
-so the accuracy of a model from here is not that of its Source row. As the ViT's authors fine-tune (Dosovitskiy et al. 2021)
-all weights are trained by SGD with momentum, from a head of zeros, along a cosine, gradients clipped at norm 1, without
-weight decay. Warm-up, smoothed labels, a slower backbone, crops and flips are added. None of it was tuned.
+The recipe is ours. The paper says of Office-Home only that the classifier head is replaced and the model is fine-tuned. The
+accuracy of these models is therefore not that of its row "Source". As in the fine-tuning of the ViT's authors (Dosovitskiy
+et al. 2021), all weights are trained by SGD with momentum, from a head of zeros, with a cosine schedule, gradients clipped
+at norm 1, and no weight decay. We add warm-up, label smoothing, a lower learning rate of the backbone, crops and flips.
+Nothing was tuned.
 
-A tenth of every class is held out. It is scored after each epoch and decides nothing: the weights are those at the end.
+A tenth of every class is held out. It is scored after each epoch, but no choice depends on it: the weights are those at the
+end.
 """
 
 from __future__ import annotations
@@ -37,27 +39,28 @@ from ..models.loading import SOURCE_MODEL, create_timm, pick_device
 from .loop import Training, augmented, checkpoint_of, deterministic, pace, read_trained, split, versions_used
 
 MODEL = "vit_base_patch16_224.augreg_in21k_ft_in1k"
-VERSION = 1  # of the recipe: what the numbers in `Recipe` do not say
-UNFINISHED = f"unfinished {SOURCE_MODEL}"  # a kind of files
+VERSION = 1  # of the parts of the recipe that are not in `Recipe`
+UNFINISHED = f"unfinished {SOURCE_MODEL}"  # the kind of its checkpoints
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to fine-tune.
+    """The hyper-parameters of fine-tuning.
 
     Args:
-        epochs: Passes over the images. 20 are 700 to 1260 steps for the domains of Office-Home, short for a training but
-            enough for a backbone that is trained already; fewer images need more.
-        batch_size: Images in a step.
+        epochs: The number of passes over the images. 20 epochs are 700 to 1260 steps for the domains of Office-Home. This is
+            a short training, but enough for a pretrained backbone; fewer images need more epochs.
+        batch_size: The number of images in a step.
         head_lr: The highest learning rate of the new head, at the end of the warm-up.
-        backbone_lr: The same of all the rest.
-        momentum: Of SGD.
-        warmup: Share of all steps in which the learning rates rise; then they fall to zero along a cosine.
-        smoothing: Share of a label's weight that is spread over all classes.
+        backbone_lr: The highest learning rate of all other weights.
+        momentum: The momentum of SGD.
+        warmup: The share of all steps in which the learning rates rise. Then they fall to zero along a cosine.
+        smoothing: The share of a label's weight that is spread over all classes.
         clip: The largest norm of the gradient.
-        area: The smallest share of an image that a random crop keeps. Crops are scaled to full size, half of them flipped.
-        stretch: The largest ratio of a crop's sides.
-        held_out: Share of every class that is not trained on; at least one image.
+        area: The smallest share of an image that a random crop keeps. Crops are scaled to full size, and half of them are
+            flipped.
+        stretch: The largest ratio of the sides of a crop.
+        held_out: The share of every class that is not trained on; at least one image.
     """
 
     epochs: int = 20
@@ -81,11 +84,11 @@ class Recipe:
 
 
 class Trained(NamedTuple):
-    """A finished source model."""
+    """A finished source model, with its accuracy on the images held out."""
 
     accuracy: float
-    held_out: int  # images on which it is measured
-    found: bool  # whether it was finished before
+    held_out: int  # number of images on which the accuracy is measured
+    found: bool  # whether it was finished by an earlier call
 
 
 def train_source(
@@ -104,22 +107,26 @@ def train_source(
     fresh: bool = False,
     console: Console | None = None,
 ) -> Trained:
-    """Fine-tune a timm ViT on a domain, or go on with it, and write it to a file. What is finished is not trained again.
+    """Fine-tune a timm ViT on a domain, and write it to a file.
+
+    An unfinished training is continued, and a finished one is not repeated.
 
     Args:
-        domain: Images, normalised as the model expects them.
-        class_names: By label.
-        out: The file, `*.safetensors`. Until it is finished, a checkpoint is beside it: `*.safetensors.unfinished`.
-        model: Name in timm, with the tag of its weights.
+        domain: The images, normalised as the model expects.
+        class_names: The names of the classes, by label.
+        out: The file to write, `*.safetensors`. Until the training is finished, a checkpoint is beside it:
+            `*.safetensors.unfinished`.
+        model: The name of a timm model, with the tag of its weights.
         weights: A local file with weights to start from, instead of a download. Its head is not used.
-        pretrained: Start from trained weights, not from random ones.
-        recipe: How to train.
-        seed: Of the images that are held out, their order, the crops, and random weights.
-        device: Default: a GPU if there is one.
-        autocast: Compute in bfloat16 where torch thinks it safe: faster on a GPU, other weights.
-        workers: Processes that load images ahead; 0 loads in this one.
-        fresh: Train again, even if it is finished or begun.
-        console: Where progress is shown: a bar on a terminal, elsewhere a line for each epoch.
+        pretrained: Whether to start from trained weights instead of random ones.
+        recipe: The hyper-parameters of fine-tuning.
+        seed: The seed of the choice of images held out, of their order, of the crops, and of random weights.
+        device: The device. Default: a GPU if there is one.
+        autocast: Whether to compute in bfloat16 where torch considers it safe. It is faster on a GPU, and changes the
+            weights.
+        workers: The number of processes that load images in advance; 0 loads them in this process.
+        fresh: Whether to train again if the training is finished or begun.
+        console: The console for progress: a bar on a terminal, and otherwise a line for each epoch.
     """
     recipe, console, out = recipe or Recipe(), console or Console(quiet=True), Path(out)
     unfinished = checkpoint_of(out)
@@ -158,7 +165,7 @@ def train_source(
 
 
 class _FineTuning(Training):
-    """Of all weights, from a head of zeros."""
+    """The fine-tuning of all weights, from a head of zeros."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, seed: int, autocast: bool) -> None:
         self.model, self.recipe, vit = model, recipe, view(model)
@@ -170,6 +177,7 @@ class _FineTuning(Training):
         super().__init__(vit, model, torch.optim.SGD(groups, lr=0.0, momentum=recipe.momentum), recipe, seed, autocast)
 
     def step(self, images: Tensor, labels: Tensor, draws: np.random.RandomState, done: float) -> float:
+        """Learn from one augmented batch, and return the loss from before the update."""
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * pace(done, self.recipe.warmup)
@@ -184,7 +192,7 @@ class _FineTuning(Training):
 
 
 def _identity(model: Any, domain: Domain, class_names: Sequence[str]) -> dict[str, Any]:
-    """What is trained on what."""
+    """Return a description of the model and of the data that it is trained on."""
     takes, config = input_of(model), model.pretrained_cfg
     for key, value in (("mean", takes.mean), ("std", takes.std)):
         shown = getattr(domain.preprocess, key, value)

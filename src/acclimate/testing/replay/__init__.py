@@ -1,10 +1,11 @@
 """Replay recorded runs of the reference implementations: `python -m acclimate.testing.replay FILE...`.
 
-A recording is a safetensors file with the model's weights, the batches, what the reference returned for each, its adapted
-tensors at the end and every hyper-parameter. This module drives acclimate's own implementation with them, through the public
-interface and with `reference=True`, and compares. A recording of corruptions holds an image and what became of it, which is
-repeated with the random numbers of the recording; one of attention holds weights, and the distances and maps made of them.
-It exits with 1 if any file deviates or is of a method it does not know.
+A recording is a safetensors file with the model's weights, the batches, the output of the reference for each batch, its
+adapted tensors at the end, and every hyper-parameter. This module runs acclimate's own implementation on the same batches,
+with the public interface and `reference=True`, and compares the results. A recording of corruptions contains an image and
+its corrupted copies, which are repeated with the recorded random numbers. A recording of attention contains attention
+weights, and the distances and maps that were computed from them. The exit code is 1 if a file deviates, or if its method is
+unknown.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ...core.method import Method
 from ...core.registry import find
 from ...methods._losses import COME_MASS
 
-# recorded name of a hyper-parameter -> option of the method or of the adapter
+# The option of the method or of the adapter, by the recorded name of a hyper-parameter.
 OPTIONS = {
     "adam_betas": "betas",
     "affinity": "affinity",
@@ -101,7 +102,7 @@ OPTIONS = {
     "weight_decay": "weight_decay",
     "weight_margin": "weight_margin",
 }
-# hyper-parameters that our implementations have no choice about, and the only value that fits them
+# Hyper-parameters that are no options of our implementations, with the only value that we support.
 FIXED = {
     "class_moments": 1,
     "distance": "cosine",
@@ -110,12 +111,12 @@ FIXED = {
     "uncertainty_mass": COME_MASS,
     "value_range": 2.0,
 }
-DESCRIPTIONS = {"optimizer", "n_generator_blocks", "fisher_batch_size", "hidden", "params"}  # prose; implied by the tensors
+DESCRIPTIONS = {"optimizer", "n_generator_blocks", "fisher_batch_size", "hidden", "params"}  # text, or implied by tensors
 TRACE_TOLERANCE = 1e-5
 
 
 class Recording:
-    """One golden file."""
+    """A recorded run of a reference implementation."""
 
     def __init__(self, path: str | Path) -> None:
         with safe_open(str(path), "pt") as file:
@@ -125,23 +126,26 @@ class Recording:
         self.method = metadata.get("method", "unknown")
         self.hyper: dict[str, Any] = json.loads(metadata.get("hyper", "{}"))
         self.model_kwargs: dict[str, Any] = json.loads(metadata.get("model_kwargs", "{}"))
-        self.tolerance_logits = float(metadata.get("tolerance_logits", "nan"))  # nothing is within NaN
-        self.tolerance_final = float(metadata.get("tolerance_final", "nan").split()[0])  # words may follow
+        self.tolerance_logits = float(metadata.get("tolerance_logits", "nan"))  # no deviation is within NaN
+        self.tolerance_final = float(metadata.get("tolerance_final", "nan").split()[0])  # text may follow the number
 
     def group(self, prefix: str) -> dict[str, Tensor]:
+        """Return the tensors whose names begin with a prefix, without the prefix."""
         return {name.removeprefix(prefix): t for name, t in self.tensors.items() if name.startswith(prefix)}
 
     def batches(self) -> Iterable[tuple[int, Tensor, Tensor]]:
+        """Yield the number of each step, its batch, and the recorded output."""
         for t in range(len(self.group("x/"))):
             yield t, self.tensors[f"x/{t}"], self.tensors[f"logits/{t}"]
 
     def model(self) -> nn.Module:
+        """Return the model with the recorded weights."""
         model = VisionTransformer(**self.model_kwargs)
         model.load_state_dict(self.group("model/"))
         return model
 
     def options(self) -> dict[str, Any]:
-        """Every hyper-parameter of the file as an option; one that cannot be honoured is an error."""
+        """Return the recorded hyper-parameters as options, and raise an error for one that is not supported."""
         options: dict[str, Any] = {}
         for name, value in self.hyper.items():
             if name in OPTIONS:
@@ -155,16 +159,19 @@ class Recording:
 
 @dataclass
 class Result:
-    """How far a replay was from its recording."""
+    """The deviations of a replay from its recording."""
 
     case: str
     logits: float = 0.0
     parameters: float = 0.0
     problems: list[str] = field(default_factory=list)
-    levels: dict[str, str] = field(default_factory=dict)  # of a recording of corruptions: how far each was off
+    levels: dict[str, str] = field(default_factory=dict)  # deviation of each corruption
 
     def compare(self, what: str, ours: Tensor, recorded: Tensor, tolerance: float) -> float:
-        """Largest deviation; beyond the tolerance it is a problem. NaN matches NaN."""
+        """Return the largest deviation, and add a problem if it exceeds the tolerance.
+
+        NaN equals NaN.
+        """
         ours, recorded = ours.detach().double(), recorded.double()
         if ours.shape != recorded.shape or not torch.equal(ours.isnan(), recorded.isnan()):
             self.problems.append(f"{what}: shape or NaN pattern differs")
@@ -186,7 +193,7 @@ REPLAYS: dict[str, Replay] = {}
 
 
 def replays(*methods: str) -> Callable[[Replay], Replay]:
-    """Decorator: this function replays recordings of these methods, as their header names them."""
+    """Return a decorator that registers a function as the replay of these methods, named as in the recordings."""
 
     def decorate(function: Replay) -> Replay:
         REPLAYS.update(dict.fromkeys(methods, function))
@@ -205,22 +212,23 @@ def run(
     trace_tolerance: float = TRACE_TOLERANCE,
     **more: Any,
 ) -> Result:
-    """Feed the recorded batches to an adapter and compare logits, per-step traces and final tensors.
+    """Feed the recorded batches to an adapter, and compare logits, values of each step, and final tensors.
 
     Args:
-        recording: What to repeat.
-        method: Which of ours, by name or as a class that has the recorded random parts.
-        final: What to compare at the end; by default the model's adapted parameters and their momentum.
-        observe: Further traces, or other values of the usual ones, after a step that returned these logits.
-        returned: From our logits to what the reference returns instead of them.
-        trace_tolerance: How far a per-step number may be off.
-        **more: Options that are not in the recording's header.
+        recording: The recording.
+        method: The name of our method, or a class that uses the recorded random numbers.
+        final: A function that returns the tensors to compare at the end. Default: the model's adapted parameters and their
+            momentum.
+        observe: A function that returns further values of a step, or replaces usual ones, given the adapter and its logits.
+        returned: A function that converts our logits to what the reference returns instead.
+        trace_tolerance: The largest allowed deviation of a value of a step.
+        **more: Options that are not in the recording.
     """
     result = Result(recording.case)
     options = recording.options()
     if "batch_size" not in find(method).options():
-        options.pop("batch_size", None)  # where no default depends on it, the batches themselves say it
-    # a method that augments has to know a normalisation, though its views are recorded
+        options.pop("batch_size", None)  # no default depends on it
+    # a method that augments needs a normalisation, even if its views are recorded
     adapter = adapt(recording.model(), method, reference=True, mean=0.5, std=0.5, **options, **more)
     margin = recording.hyper.get("margin_e0", recording.hyper.get("e_margin", math.inf))
     trace: dict[str, list[Any]] = {}
@@ -240,11 +248,11 @@ def run(
         }
         h = row["entropy_1"].tolist()
         row["n_selected_1"] = sum(value < margin for value in h)
-        row["entropy_1"] = h + [math.nan] * (len(recording.tensors["x/0"]) - len(h))  # a short last batch
+        row["entropy_1"] = h + [math.nan] * (len(recording.tensors["x/0"]) - len(h))  # the last batch may be short
         for name, value in row.items():
             trace.setdefault(name, []).append(value)
     for name, expected in recording.group("trace/").items():
-        if name in trace:  # entropy_2, inside the second pass, is not something an adapter reports
+        if name in trace:  # an adapter does not report entropy_2, which belongs to the second pass
             tolerance = recording.tolerance_logits if name == "entropy_1" else trace_tolerance
             result.compare(f"trace {name}", torch.tensor(trace[name], dtype=torch.float64), expected, tolerance)
     adapted, recorded = (final or adapted_parameters)(adapter), recording.group("final/")
@@ -259,7 +267,7 @@ def run(
 
 
 def adapted_parameters(adapter: Adapter) -> dict[str, Tensor]:
-    """The model's adapted parameters and their momentum buffers, under timm's names."""
+    """Return the model's adapted parameters and their momentum buffers, by their names in timm."""
     final: dict[str, Tensor] = {}
     for name, p in adapter.engine.adapted.named.items():
         if name.startswith("model/"):
@@ -268,7 +276,7 @@ def adapted_parameters(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def note(final: dict[str, Tensor], adapter: Adapter, name: str, *parts: nn.Parameter) -> None:
-    """Note a recorded tensor, which may be in several parts here, and its momentum."""
+    """Add a recorded tensor, which may consist of several parts here, and its momentum to the final tensors."""
     optimizer = adapter.engine.adapted.optimizer
     assert optimizer is not None
     final[name] = torch.cat([p.detach() for p in parts])
@@ -277,7 +285,7 @@ def note(final: dict[str, Tensor], adapter: Adapter, name: str, *parts: nn.Param
 
 
 def replay(path: str | Path) -> Result:
-    """Replay one file. Whatever goes wrong is a problem in the result."""
+    """Replay one file. Any error becomes a problem in the result."""
     try:
         recording = Recording(path)
     except (OSError, SafetensorError, ValueError, KeyError) as error:
@@ -287,11 +295,12 @@ def replay(path: str | Path) -> Result:
         return Result(recording.case, math.nan, math.nan, [f"unknown method {recording.method!r}"])
     try:
         return again(recording)
-    except Exception as error:  # whatever goes wrong in one file must not keep the others from being replayed
+    except Exception as error:  # an error in one file must not prevent the replay of others
         return Result(recording.case, math.nan, math.nan, [f"{type(error).__name__}: {error}"])
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Replay the files given as arguments, print the results, and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m acclimate.testing.replay", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("files", nargs="+", metavar="FILE", help="recordings (.safetensors)")
     failed = 0
@@ -304,4 +313,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 for _module in pkgutil.iter_modules(__path__):
     if _module.name != "__main__":
-        import_module(f"{__name__}.{_module.name}")  # each registers what it replays
+        import_module(f"{__name__}.{_module.name}")  # each module registers its functions

@@ -1,3 +1,5 @@
+"""Entry point of `python -m acclimate.testing.replay`."""
+
 import sys
 
 from . import main

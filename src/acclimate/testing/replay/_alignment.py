@@ -1,4 +1,4 @@
-"""Methods that compare features with those of the source."""
+"""Replays of methods that compare features with those of the source data."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from . import Recording, Result, replays, run
 
 @replays("CFA")
 def _cfa(recording: Recording) -> Result:
-    """With the statistics that we compute from the recorded images, which have to be the recorded ones."""
+    """Replay CFA with statistics computed from the recorded images, which must equal the recorded ones."""
     extra = recording.group("extra/")
     images, labels = extra["source_images"], extra["source_labels"]
     statistics = source_statistics(recording.model(), images, labels=labels, kinds=["features"], samples=len(images))
     lengths: list[float] = []
 
     class Noting(CFA):
-        """Notes how long each gradient was before it was clipped."""
+        """CFA that stores the norm of each gradient from before clipping."""
 
         def shorten(self, engine: Engine) -> float:
             lengths.append(super().shorten(engine))
@@ -33,6 +33,6 @@ def _cfa(recording: Recording) -> Result:
     ours = statistics.of("features")
     names = {"moment_1": "mean", "moment_2": "moment2", "moment_3": "moment3", "class_mean": "class_means"}
     for name, mine in names.items():
-        if name in extra:  # as many moments as the recorded run compared
+        if name in extra:  # only as many moments as the recorded run used
             result.compare(name, ours[mine][None], extra[name], recording.tolerance_final)
     return result

@@ -1,4 +1,4 @@
-"""Attention weights, and what is made of them: distances and rollout."""
+"""Replay of attention weights, and of the distances and rollouts computed from them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from . import Recording, Result, replays
 
 @replays("attention rollout; mean attention distance")
 def _attention(recording: Recording) -> Result:
-    """The recorded weights, (blocks, heads, tokens, tokens), without and with a conditioner behind the tokens."""
+    """Replay recorded weights, (blocks, heads, tokens, tokens), without and with a conditioner after the tokens."""
     hyper = recording.hyper
     if hyper["head_fusion"] != "mean":
         raise ValueError(f"head_fusion={hyper['head_fusion']!r} is not supported")
     rows, columns = hyper["grid"]
     layout = Layout(hyper["tokens"], rows, columns, hyper["patch_size"])
     plain = recording.tensors["extra/attention"]
-    conditioned = recording.tensors["extra/attention_with_conditioner"][..., : layout.tokens, :]  # it asks nothing itself
+    conditioned = recording.tensors["extra/attention_with_conditioner"][..., : layout.tokens, :]  # without its query
     near, far = reach(plain, layout), reach(conditioned, layout)
     how = {"residual": hyper["residual"]}
     ours: dict[str, Tensor] = {

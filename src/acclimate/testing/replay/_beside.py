@@ -1,4 +1,4 @@
-"""Methods that adjust predictions beside the model, and change nothing inside it."""
+"""Replays of methods that adjust predictions without changing the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _t3a(recording: Recording) -> Result:
 
 
 def _bank(adapter: Adapter) -> dict[str, Tensor]:
-    """The filled places, by class and then by entropy."""
+    """Return the filled entries of the bank, sorted by class and then by entropy."""
     method = adapter.method
     assert isinstance(method, T3A)
     filled = method.entropies.isfinite()

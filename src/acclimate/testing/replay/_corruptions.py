@@ -1,4 +1,4 @@
-"""Corruptions: an image, and what became of it."""
+"""Replay of corruptions: an image, and its corrupted copies."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import numpy as np
 from ...data import corruptions
 from . import Recording, Result, replays
 
-# Grey levels by which a corruption may differ. The originals cut off fractions, so that a rounding error can be a whole
-# level, and two where the result of one filter goes through another.
+# The largest allowed difference in grey levels. The originals cut off fractions, so that a rounding error can be one level,
+# or two levels if the result of one filter is the input of another.
 LEVELS = dict.fromkeys((*corruptions.CORRUPTIONS, *corruptions.EXTRA), 1) | dict.fromkeys(
     ("defocus_blur", "glass_blur", "motion_blur", "zoom_blur", "snow", "fog", "elastic_transform", "gaussian_blur"), 2
 )
-STRAY = 0.002  # share of values that the edge detector inside spatter may put elsewhere
+STRAY = 0.002  # share of values that may differ because of the edge detector of spatter
 
 
 class _RecordedRandom:
-    """numpy's old generator, used in the recordings, under the new one's names. For salt and pepper, another was used."""
+    """numpy's `RandomState`, which the recordings use, with the interface of `numpy.random.Generator`.
+
+    Impulse noise was recorded with another generator, which `random` uses.
+    """
 
     def __init__(self, seed: int, seed_of_random: int) -> None:
         legacy = np.random.RandomState(seed)
@@ -29,7 +32,7 @@ class _RecordedRandom:
 
 @replays("ImageNet-C corruption formulas")
 def _corruptions(recording: Recording) -> Result:
-    """The recorded image under every corruption and severity, with the recorded random numbers and crop of ice."""
+    """Replay every corruption and severity with the recorded random numbers and the recorded crop of ice."""
     result = Result(recording.case)
     hyper = recording.hyper
     other = re.fullmatch(r"numpy default_rng\((\d+)\)", hyper["random_noise_rng"])
@@ -50,7 +53,7 @@ def _corruptions(recording: Recording) -> Result:
         worst[name] = tuple(map(max, worst.get(name, measured), measured))
     for name, (largest, mean, beyond) in worst.items():
         result.levels[name] = f"{largest:.0f}"
-        if name == "jpeg_compression":  # depends on the codec
+        if name == "jpeg_compression":  # depends on the JPEG library
             within, result.levels[name] = mean < 1, f"{largest:.0f} (mean {mean:.2f})"
         elif name == "spatter":
             within, result.levels[name] = beyond < STRAY, f"{largest:.0f} (beyond 1: {beyond:.2%})"

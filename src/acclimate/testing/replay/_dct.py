@@ -1,4 +1,4 @@
-"""DCT, and its attention alone."""
+"""Replays of DCT, and of its attention module."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def _dct(recording: Recording) -> Result:
 
 
 def _final(adapter: Adapter) -> dict[str, Tensor]:
-    """The reference keeps one (3 width, width) generator per block; ours is in parts, of which the query's never changes."""
+    """Return the final tensors in the layout of the reference.
+
+    The reference has one (3 width, width) generator per block. Ours has parts, and the part of the query never changes.
+    """
     final = adapted_parameters(adapter)
     assert isinstance(adapter.method, DCT)
     for block in {name.split(".")[1] for name in adapter.engine.adapted.named if name.startswith("method/generators.")}:
@@ -58,7 +61,7 @@ def _final(adapter: Adapter) -> dict[str, Tensor]:
 
 @replays("DCT attention module")
 def _dct_attention(recording: Recording) -> Result:
-    """One conditioned attention module: output, attention, conditioners and gradients."""
+    """Replay one conditioned attention module: output, attention, conditioners and gradients."""
     result = Result(recording.case)
     extra, final = recording.group("extra/"), recording.group("final/")
     width, heads = recording.hyper["embed_dim"], recording.hyper["num_heads"]

@@ -1,4 +1,4 @@
-"""DeYO, whose patches are shuffled in the recorded order."""
+"""Replay of DeYO, whose patches are shuffled in the recorded order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import Recording, Result, replays, run
 def _deyo(recording: Recording) -> Result:
     hyper, extra = recording.hyper, recording.group("extra/")
     hyper["weight_margin"] = hyper.pop("margin_e0")
-    hyper["margin_e0"] = hyper.pop("deyo_margin")  # of the filter, as in other recordings
+    hyper["margin_e0"] = hyper.pop("deyo_margin")  # the margin of the filter, named as in other recordings
     stored = (extra[f"permutation/{t}"] for t in range(len(recording.group("x/"))))
 
     class Recorded(DeYO):

@@ -1,4 +1,4 @@
-"""Methods that minimise an entropy and have no random part."""
+"""Replays of methods that minimise an entropy and draw no random numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _rdumb(recording: Recording) -> Result:
 
 @replays("EATA")
 def _eata(recording: Recording) -> Result:
-    """With the Fisher information that we compute from the recorded images, which has to be the recorded one."""
+    """Replay EATA with Fisher information computed from the recorded images, which must equal the recorded one."""
     images, size = recording.tensors["extra/source_images"], recording.hyper["fisher_batch_size"]
     statistics = source_statistics(recording.model(), images, kinds=["fisher"], batch_size=size, samples=len(images))
     result = run(recording, "eata", observe=_average, source_statistics=statistics)

@@ -1,4 +1,4 @@
-"""FOA, with the recorded candidates."""
+"""Replay of FOA with the recorded candidates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import Recording, Result, replays, run
 
 @replays("FOA")
 def _foa(recording: Recording) -> Result:
-    """With the statistics that we compute from the recorded images, which have to be the recorded ones."""
+    """Replay FOA with statistics computed from the recorded images, which must equal the recorded ones."""
     extra = recording.group("extra/")
     images = extra["source_images"]
     statistics = source_statistics(recording.model(), images, kinds=["class_tokens"], samples=len(images))

@@ -1,4 +1,4 @@
-"""Methods with a predictor before the head."""
+"""Replays of methods with a predictor before the head."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def _spa(recording: Recording) -> Result:
     step = iter(range(len(recording.group("x/"))))
 
     class Recorded(SPA):
-        """With the recorded noise, patch by patch, and the recorded choice of frequencies.
+        """SPA with the recorded noise of each patch, and the recorded choice of frequencies.
 
-        The reference shifts the spectrum along the batch and the channels too, so the flags come to other samples.
+        The reference also shifts the spectrum along the batch and the channels, so that its flags belong to other samples.
         """
 
         def draw(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Methods with a teacher or with augmented views, which are looked up instead of drawn."""
+"""Replays of methods with a teacher or augmented views, with the recorded views."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from . import TRACE_TOLERANCE, Recording, Result, adapted_parameters, replays, r
 
 
 def _all_parameters(adapter: Adapter, prefix: str = "") -> dict[str, Tensor]:
-    """The model's parameters, those that do not adapt included, under timm's names."""
+    """Return all parameters of the model, adapted or not, by their names in timm."""
     return {prefix + name: p.detach() for name, p in adapter._wrapped.weights.items()}
 
 
 def _averaged(adapter: Adapter, prefix: str, weights: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Averages of the adapted parameters."""
+    """Return averages of the adapted parameters."""
     return dict(zip([prefix + name.removeprefix("model/") for name in adapter.engine.adapted.named], weights))
 
 
@@ -36,7 +36,7 @@ def _cotta(recording: Recording) -> Result:
     confidence = recording.tensors["trace/anchor_confidence"]
 
     class Recorded(CoTTA):
-        """CoTTA with the recorded views, which are of images as the model takes them, and the recorded restored elements."""
+        """CoTTA with the recorded views, which are normalised images, and the recorded restored elements."""
 
         calls = -1
         shown = 0
@@ -83,10 +83,10 @@ def _memo(recording: Recording) -> Result:
 
 
 def _determined(adapter: Adapter, recording: Recording) -> dict[str, Tensor]:
-    """The parameters, with the recorded values where the update has no determined direction.
+    """Return the parameters, with the recorded values where the direction of the update is not determined.
 
-    AdamW divides by the size of the gradient, so an element whose true gradient is zero moves by the sign of a rounding
-    error: that of every key's bias, on which softmax does not depend, and single ones elsewhere.
+    AdamW divides by the size of the gradient. An element whose exact gradient is zero therefore moves in the direction of a
+    rounding error. This holds for the bias of every key, on which softmax does not depend, and for single other elements.
     """
     final = {name: p.clone() for name, p in _all_parameters(adapter).items()}
     beyond = 0
@@ -106,7 +106,7 @@ def _determined(adapter: Adapter, recording: Recording) -> dict[str, Tensor]:
 
 def _recorded_views(recording: Recording, method: type[ROID]) -> type[ROID]:
     class Recorded(method):  # type: ignore[misc, valid-type]
-        """With the recorded view of each sample; checks the weights' choice and the average prediction on its way."""
+        """A method with the recorded view of each sample, which also checks kept samples and average predictions."""
 
         calls = -1
 
@@ -155,7 +155,7 @@ def _rotta(recording: Recording) -> Result:
     losses: list[float] = []
     memories: list[list[int]] = []
     batch = len(recording.tensors["x/0"])
-    expected = recording.tensors.pop("trace/loss")  # one for each update, not for each step
+    expected = recording.tensors.pop("trace/loss")  # recorded for each update, not for each step
 
     class Recorded(RoTTA):
         """RoTTA with the recorded view of each sample."""
