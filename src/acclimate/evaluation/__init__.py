@@ -1,1 +1,1 @@
-"""Behind `acclimate.bench`: one run, many runs, results and tables."""
+"""The evaluation of methods: single runs, grids of runs, results and tables."""

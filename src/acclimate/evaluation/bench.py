@@ -1,4 +1,4 @@
-"""`acclimate.bench`: from names of a model, data, methods and settings to results."""
+"""`acclimate.bench`, which turns names of a model, data, methods and settings into results."""
 
 from __future__ import annotations
 
@@ -56,39 +56,40 @@ def bench(
 ) -> Results:
     """Run methods on streams of data, each from the source model, and score them.
 
-    Without arguments: four methods with the bundled model on the bundled images, under one corruption of each group.
+    Without arguments, it runs four methods with the bundled model on the bundled images, with one corruption of each group.
 
     Args:
-        model: A model, "bundled", a name of timm's with its tag, or a file of `acclimate train-source`.
-        data: A data set's name (`acclimate data list`), an opened one, or domains.
-        root: The data set's folder.
-        methods: Names, Python files that register a method, or pairs of these with options, each as often as there are
-            options to compare.
-        settings: One or several of `acclimate.data.streams.SETTINGS`, or such joined by a plus sign.
-        seeds: Of the streams' orders and of the methods.
-        corruptions: Which; default: all 15, of the bundled images one of each group. "clean" shows clean images.
-        severities: Which; default: 5, of the bundled images 2; all in the setting gradual.
-        domains: Of Office-Home which.
-        images: Of each domain so many, always the same ones; default: all, of the bundled ones 2000.
-        constants: How strong a severity is that is made on the fly: "imagenet-c" or "cifar-10-c".
-        partial: Accept a data set that is not complete.
-        batch_size: Images at a time.
+        model: A model, "bundled", the name of a timm model with its tag, or a file of `acclimate train-source`.
+        data: The name of a data set (`acclimate data list`), an opened data set, or domains.
+        root: The folder of the data set.
+        methods: Names of methods, Python files that register a method, or pairs of these with options. A method may occur
+            several times with different options.
+        settings: One or several of `acclimate.data.streams.SETTINGS`, or settings joined by a plus sign.
+        seeds: The seeds of the orders of the streams and of the methods.
+        corruptions: The corruptions. Default: all 15, for the bundled images one of each group. "clean" selects clean
+            images.
+        severities: The severities. Default: 5, for the bundled images 2; all in the setting gradual.
+        domains: The domains of Office-Home. Default: all.
+        images: The number of images of each domain, always the same ones. Default: all, for the bundled images 2000.
+        constants: The strengths of the severities of corruptions made on the fly: "imagenet-c" or "cifar-10-c".
+        partial: Whether to accept a data set that is not complete.
+        batch_size: The number of images in a batch.
         order: The index file (`.npy`) of a label-shift stream, as SAR's authors share theirs.
-        tuned: Where an option is not given, take the one that was tuned for the model, not the method's default. Of the
-            models that are known by name the bundled one has such.
-        reference: Run every method as its authors' code, and without a guard.
-        weights: A local file with weights for a name of timm's.
-        model_name: What to call the model in results.
-        mean: How images are normalised, for a model that does not say it itself.
-        std: The standard deviations of that normalisation.
-        processor: Instead of mean and std: a transformers image processor, or torchvision weights.
-        source_statistics: Statistics of the source data, or their file, for methods that need them, or several such: see
+        tuned: Whether an option that is not given has the value that was tuned for the model, instead of the method's
+            default. Of the models known by name, only the bundled one has tuned options.
+        reference: Whether every method runs as its authors' code, and without a guard.
+        weights: A local file with weights of a timm model.
+        model_name: The name of the model in results.
+        mean: The mean of the normalisation, for a model whose configuration does not contain it.
+        std: The standard deviation of the normalisation, for a model whose configuration does not contain it.
+        processor: A transformers image processor, or torchvision weights, instead of `mean` and `std`.
+        source_statistics: One or several source statistics, or their files, for methods that need them: see
             `acclimate.source_statistics` and `acclimate train-prompts`. The bundled model has its own.
-        protocol: What holds for all runs. `classes` and `unknown` come from the data.
+        protocol: The protocol of all runs. `classes` and `unknown` come from the data.
         execution: Device, threads, processes, Ray, shards.
-        out: Folder in which runs are kept, taken up and found again; None keeps nothing.
-        fresh: Run also what the folder has.
-        console: Where progress is shown.
+        out: A folder in which runs are stored, and from which they are continued or read again. None stores nothing.
+        fresh: Whether to repeat runs that are already in the folder.
+        console: The console for progress.
 
     Returns:
         The results, in the order of streams and methods.
@@ -110,7 +111,7 @@ def bench(
         torch.set_num_threads(execution.threads)
     pairs = methods.items() if isinstance(methods, Mapping) else [(m, {}) if isinstance(m, str) else m for m in methods]
     authors: dict[str, Any] = {"reference": True} if reference else {}
-    # a wrong name is an error before the data is looked at
+    # raises an error for a wrong name before the data is opened
     needed = {kind for method, options in pairs for kind in create(method, {**options, **authors}).info.needs}
 
     testbed = open_testbed(

@@ -1,4 +1,4 @@
-"""What a step of a method costs, beside plain forward passes of the same model in the same run."""
+"""The cost of a step of a method, relative to forward passes of the same model in the same process."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from ..core.adapt import adapt
 from ..core.statistics import SourceStatistics
 from .memory import peak_memory
 
-ENOUGH = 20.0  # seconds of timed steps after which a slow method is not repeated any more
+ENOUGH = 20.0  # seconds of timed steps after which no further round begins
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One step of a method. Times are ratios, because only these can be compared between machines."""
+    """The cost of one step of a method. Times are ratios, because only these can be compared between machines."""
 
-    ratio: float  # to a plain forward pass of the same batch, the median over the rounds
-    least: float  # of the rounds
+    ratio: float  # of the time of a step to that of a forward pass of the batch: median over the rounds
+    least: float  # lowest ratio of all rounds
     most: float
-    rounds: int  # one alone says little: two plain passes do not tell how busy the machine was during a long step
-    seconds: float  # of a step, the median
-    forward: float  # samples that the engine passed forward, for each sample of the batch
+    rounds: int  # a single round is unreliable if other load varies during a long step
+    seconds: float  # of a step: median over the rounds
+    forward: float  # samples passed forward, per sample of the batch
     backward: float
-    peak_mib: float | None  # of the first step, beyond what the process held before it
+    peak_mib: float | None  # memory of the first step, in addition to what was in use before
 
 
 def measure(
@@ -43,19 +43,22 @@ def measure(
     seed: int = 0,
     **how: Any,
 ) -> Cost:
-    """Time a method's steps on a copy of the model, each between two plain passes, so that a busy machine slows both.
+    """Time the steps of a method on a copy of the model.
+
+    Each step is between two forward passes of the plain model, so that other load on the machine slows both.
 
     Args:
-        model: The plain model. It is passed and not changed.
-        method: Its name.
-        batches: The first is not timed: it builds the optimizer and fills caches. Then one for each round, at least one.
-        options: The method's.
-        source_statistics: See `acclimate.adapt`.
-        seed: See `acclimate.adapt`.
+        model: The plain model. It is not changed.
+        method: The name of the method.
+        batches: The first batch is not timed, because it builds the optimizer and fills caches. Each further batch is one
+            round; there must be at least one.
+        options: The options of the method.
+        source_statistics: The source statistics, for a method that needs some.
+        seed: The seed of all random numbers of the method.
         **how: Further options of `acclimate.adapt`.
     """
     adapter = adapt(copy.deepcopy(model), method, source_statistics=source_statistics, seed=seed, **how, **(options or {}))
-    # apart from the rounds: to measure memory, that of the process is given back, and to get it again takes a step time
+    # Not in a timed round, because measuring memory releases free memory, and allocating it again takes time.
     with peak_memory(batches[0].device) as peak:
         adapter(batches[0])
     passes = adapter.engine.passes
@@ -66,7 +69,7 @@ def measure(
     for images in batches[1:]:
         around = [plain(model, images)]
         start = time.perf_counter()
-        adapter(images).cpu()  # waits for a GPU too
+        adapter(images).cpu()  # waits for the GPU
         seconds.append(time.perf_counter() - start)
         around.append(plain(model, images))
         ratios.append(seconds[-1] / statistics.fmean(around))
@@ -87,7 +90,7 @@ def measure(
 
 @torch.inference_mode()
 def plain(model: nn.Module, images: Tensor) -> float:
-    """Seconds of one forward pass of the whole batch."""
+    """Return the seconds of one forward pass of the whole batch."""
     start = time.perf_counter()
     out = model(images)
     getattr(out, "logits", out).cpu()

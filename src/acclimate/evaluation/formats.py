@@ -22,8 +22,8 @@ SHORT = {
     "defocus_blur": "defoc", "glass_blur": "glass", "motion_blur": "motion", "zoom_blur": "zoom", "gaussian_blur": "gblur",
     "brightness": "brit", "contrast": "contr", "elastic_transform": "elast", "pixelate": "pixel", "jpeg_compression": "jpeg",
 }  # fmt: skip
-WIDTH = 120  # of a terminal that is not there
-DECIMALS = 4  # of numbers for machines
+WIDTH = 120  # in characters, if there is no terminal
+DECIMALS = 4  # in CSV and JSON
 INTERVAL = "95 % interval over images, paired by image; it does not cover other orders of the stream"
 
 
@@ -33,8 +33,8 @@ def write_table(form: str, grid: Grid, title: str, paper: PublishedTable | None 
     Args:
         form: One of `FORMATS`.
         grid: The table.
-        title: Of a table for a terminal or LaTeX.
-        paper: A published table that was fitted to the grid, whose rows stand beside ours.
+        title: The title of a table for a terminal or LaTeX.
+        paper: A published table that was fitted to the grid, whose rows are added beside ours.
     """
     if form == "terminal":
         console = Console(file=io.StringIO(), width=WIDTH)
@@ -47,7 +47,7 @@ def write_table(form: str, grid: Grid, title: str, paper: PublishedTable | None 
 
 
 def legend(grid: Grid) -> str:
-    """Return what the numbers and marks of a table mean, in sentences."""
+    """Return sentences that explain the numbers and marks of a table."""
     cells = [cell for row in grid.rows for column in grid.columns if (cell := grid.cell(row, column))]
     deviation = " ± standard deviation over seeds" if any(cell.deviation is not None for cell in cells) else ""
     if len(grid.rows) == 1:
@@ -58,12 +58,14 @@ def legend(grid: Grid) -> str:
 
 
 def terminal(grid: Grid, title: str, *, width: int = 80) -> Table:
-    """Return methods by domains in per cent: green above the source model by more than chance, red below it.
+    """Return a table of methods and domains in per cent, for a terminal.
+
+    Numbers that are above the source model beyond chance are green, and those below are red.
 
     Args:
         grid: The table.
-        title: Above it.
-        width: Of the terminal. Where the domains do not fit side by side, they are listed below each other.
+        title: The title above the table.
+        width: The width of the terminal. If the domains do not fit side by side, they become rows.
     """
     body = [[_coloured(grid, row, column) for column in grid.columns] for row in grid.rows]
     body = [[*cells, *(Text(word, "dim") for word in cost(grid.runs[row]))] for row, cells in zip(grid.rows, body)]
@@ -78,17 +80,17 @@ def terminal(grid: Grid, title: str, *, width: int = 80) -> Table:
 
 
 def _width(lines: Sequence[Sequence[Text]]) -> int:
-    """Return how wide a table with these lines is."""
+    """Return the width of a table with these lines."""
     return sum(3 + max(len(part) for cell in column for part in cell.plain.split("\n")) for column in zip(*lines)) + 1
 
 
 def _short(grid: Grid, column: Column) -> str:
-    """Return a column's name, short enough for fifteen side by side."""
+    """Return the name of a column, abbreviated so that fifteen columns fit."""
     return SHORT.get(grid.heading(column), grid.heading(column))
 
 
 def cost(runs: Sequence[Outcome]) -> tuple[str, str]:
-    """Return the share of images that a method learned from, and milliseconds per image."""
+    """Return the share of images that a method learned from, and the milliseconds per image, as text."""
     samples = sum(o.result.samples for o in runs)
     used, seconds = sum(o.result.used for o in runs), sum(o.result.seconds for o in runs)
     return f"{used / samples:.0%}", f"{1000 * seconds / samples:.2f}"
@@ -109,7 +111,10 @@ def _fill(table: Table, heads: Sequence[Text], rows: Sequence[Sequence[Text]]) -
 
 
 def markdown(grid: Grid, paper: PublishedTable | None = None) -> str:
-    """Return a table for a document, with the mean's gain over source. Published rows, if given, are in italics."""
+    """Return a Markdown table, with the gain of the mean over the source model.
+
+    Published rows, if given, are in italics.
+    """
     gains = {row: gain for row in grid.rows if (gain := grid.gain(row, Summary.MEAN))}
     last = ["over source"] if gains else []
     heads = ["method", *(_short(grid, column) for column in grid.columns), *last]
@@ -125,7 +130,7 @@ def markdown(grid: Grid, paper: PublishedTable | None = None) -> str:
 
 
 def numbers(grid: Grid, row: RowKey, column: Column) -> dict[str, float | int | None] | None:
-    """Return all numbers of a cell, rounded; None where there is no run."""
+    """Return all numbers of a cell, rounded, or None if there is no run."""
     cell, gain = grid.cell(row, column), grid.gain(row, column)
     if cell is None:
         return None
@@ -134,7 +139,7 @@ def numbers(grid: Grid, row: RowKey, column: Column) -> dict[str, float | int | 
 
 
 def comma_separated(grid: Grid, paper: PublishedTable | None = None) -> str:
-    """Return a line for each row and column: what a spreadsheet or a data frame takes."""
+    """Return CSV with a line for each row and column, for a spreadsheet or a data frame."""
     text = io.StringIO()
     names = ["origin", "method", "column", "accuracy", "deviation", "seeds", "over_source", "interval"]
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -152,7 +157,7 @@ def comma_separated(grid: Grid, paper: PublishedTable | None = None) -> str:
 
 
 def as_json(grid: Grid, paper: PublishedTable | None = None) -> str:
-    """Return everything: the table, the runs behind it and their protocol."""
+    """Return the table, its runs and their protocol as JSON."""
     rows = {
         grid.label(row): {
             "method": row.method,
@@ -181,7 +186,10 @@ def as_json(grid: Grid, paper: PublishedTable | None = None) -> str:
 
 
 def latex(grid: Grid, caption: str, paper: PublishedTable | None = None) -> str:
-    """Return the papers' layout (booktabs): domains across, the mean last, the best in bold, deviations below their row."""
+    """Return a LaTeX table in the layout of the papers (booktabs).
+
+    The columns are the domains and then the mean. The best numbers are bold, and standard deviations are below their row.
+    """
     columns: list[Column] = [*grid.domains, Summary.MEAN]
     heads = [_short(grid, key) for key in grid.domains]
     lines = [
@@ -217,7 +225,7 @@ def _escaped(text: str) -> str:
 
 
 def beside(grid: Grid, paper: PublishedTable) -> Table:
-    """Return our numbers and the published ones for every method that both have, and how far they are apart."""
+    """Return a table of our numbers, the published ones, and their differences, for every method that has both."""
     severity = paper.severity and f"severity {paper.severity}"
     there = [word for word in (paper.data, severity, paper.setting, paper.model) if word]
     table = Table(

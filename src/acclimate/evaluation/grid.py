@@ -1,8 +1,8 @@
-"""Many runs: every method on every stream, in one process or many, with a live view, and nothing run twice.
+"""A grid of runs: every method on every stream, in one process or in several, and no run twice.
 
-The grid is a list of runs that do not depend on each other. Wherever one is worked on, it claims its folder in the store,
-goes on from the state that it finds there, and leaves its result; so a process that dies costs the time since its last
-state, and whoever is given the run next does the rest.
+The runs of a grid do not depend on each other. A process that works on a run locks the folder of the run in the store,
+continues from the state that it finds there, and stores the result. If the process dies, only the time since its last state
+is lost, and another process continues the run.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ from .spec import Protocol, describe, specify
 from .store import Outcome, Store
 from .testbed import Testbed
 
-MAX_CRASHES = 3  # deaths of worker processes in a row, with no run finished in between
+MAX_CRASHES = 3  # consecutive deaths of worker processes without a finished run
 
 
 @dataclass(frozen=True)
 class Execution:
-    """Where and by how many processes runs are made. It does not change their results.
+    """The device and the processes on which runs are made. They do not change the results.
 
     Args:
-        device: Default: a GPU if there is one.
-        threads: Of each process, on a CPU; default: torch's. It is part of a run's identity, because sums are rounded in its
-            order.
-        workers: Processes that load images ahead; default: none for images in memory, else up to 4.
-        jobs: Processes on this machine. Each computes with as many threads as this one would, so that the results are equal
-            to the last bit; where that crowds the processor, give fewer threads.
-        on: "ray": tasks on the Ray cluster that RAY_ADDRESS or an earlier `ray.init` names, else on one of this machine.
-        gpus: Of each Ray task; by default 1 if the model is on a GPU.
-        shard: (i, n): do only the i-th of n parts of the grid, for a scheduler that starts this n times.
+        device: The device. Default: a GPU if there is one.
+        threads: The threads of each process, on a CPU. Default: torch's. The number is part of the identity of a run,
+            because it determines the order, and so the rounding, of sums.
+        workers: The number of processes that load images in advance. Default: 0 for images in memory, otherwise up to 4.
+        jobs: The number of processes on this machine. Each uses as many threads as a single process would, so that the
+            results are equal bit for bit. Reduce `threads` if the processor is overloaded.
+        on: "ray" for tasks on a Ray cluster: that of RAY_ADDRESS or of an earlier `ray.init`, or else a new one on this
+            machine. None for this machine without Ray.
+        gpus: The GPUs of each Ray task. Default: 1 if the model is on a GPU.
+        shard: A pair (i, n), which selects the i-th of n parts of the grid, for a scheduler that starts n processes.
     """
 
     device: str | None = None
@@ -67,7 +68,7 @@ class Execution:
             raise ConfigError(f'on={self.on!r}: "ray", or None for this machine.')
 
     def workers_for(self, data: Data) -> int:
-        """Return the number of loading processes for a data set."""
+        """Return the number of processes that load the images of a data set."""
         if self.workers is not None:
             return self.workers
         return min(4, os.cpu_count() or 1) if any(_on_disk(domain) for domain in data.domains) else 0
@@ -91,14 +92,14 @@ def run_grid(
     """Run every method on every stream, each from the source model.
 
     Args:
-        testbed: The source model, which is wrapped for every run and is itself again at the end, and what belongs to it.
-        streams: What it meets.
-        methods: Methods by name or class, each with its options; as a list of pairs, a method may be there with several.
-        protocol: What holds for all of them.
-        execution: Where runs are made.
-        store: Where runs are kept, taken up and found again; without one, nothing is kept.
-        fresh: Run also what the store has.
-        console: Where progress is shown: bars on a terminal, otherwise a line for each finished run.
+        testbed: The source model with its data. The model is wrapped for every run, and unwrapped at the end.
+        streams: The streams.
+        methods: Methods by name or class, each with its options. In a list of pairs, a method may occur several times.
+        protocol: The protocol of all runs.
+        execution: The device and the processes on which runs are made.
+        store: The store in which runs are kept, and from which they are continued or read. Without it nothing is stored.
+        fresh: Whether to repeat runs that are in the store.
+        console: The console for progress: bars on a terminal, and otherwise a line for each finished run.
     """
     grid = _part(_jobs(testbed, streams, methods, protocol), execution.shard)
     with ExitStack() as stack:
@@ -131,7 +132,7 @@ def _jobs(
     methods: Mapping[str, Mapping[str, Any]] | Sequence[tuple[str | type[Method], Mapping[str, Any]]],
     protocol: Protocol,
 ) -> list[Job]:
-    """Return the runs of the grid. A wrong option is an error now, not after the first hour."""
+    """Return the runs of the grid. A wrong option raises an error here, before any run begins."""
     described = describe(testbed.model, testbed.name)
     chosen = [(find(method), options) for method, options in (methods.items() if isinstance(methods, Mapping) else methods)]
     made = [(create(method, options), dict(options)) for method, options in chosen]
@@ -151,7 +152,7 @@ def _jobs(
 def _statistics(
     testbed: Testbed, method: Method, options: Mapping[str, Any], described: Mapping[str, str]
 ) -> SourceStatistics | None:
-    """Return what a method gets of the source statistics: nothing, if it needs nothing."""
+    """Return the source statistics that a method needs, or None if it needs none."""
     needs = method.info.needs
     if not needs:
         return None
@@ -180,10 +181,13 @@ def _run_here(
 
 
 def _run_in_processes(payload: Payload, todo: list[int], view: ProgressView, jobs: int) -> Iterator[tuple[int, Result]]:
-    """Spread runs over processes of this machine. One that is killed is replaced, and its run goes on."""
+    """Distribute runs over processes of this machine.
+
+    A process that is killed is replaced, and its run continues.
+    """
     left, crashes = set(todo), 0
     while left:
-        # spawned, not forked: threads and GPUs do not survive a fork
+        # processes are spawned, because threads and GPUs do not survive a fork
         with ProcessPoolExecutor(min(jobs, len(left)), get_context("spawn"), start_worker, (payload,)) as pool:
             futures = {pool.submit(run_in_worker, i): i for i in sorted(left)}
             try:
@@ -192,7 +196,7 @@ def _run_in_processes(payload: Payload, todo: list[int], view: ProgressView, job
                     view.poll(futures.values())
                     for future in ready:
                         i = futures[future]
-                        result = future.result()  # the error of a run ends the grid; what was finished is kept
+                        result = future.result()  # an error in a run ends the grid; finished runs are kept
                         del futures[future]
                         left.discard(i)
                         crashes = 0

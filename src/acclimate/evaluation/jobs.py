@@ -25,21 +25,24 @@ from .scores import Scores
 from .spec import Protocol, Spec
 from .store import Store
 
-POLL_SECONDS = 0.5  # between two looks at runs in other processes
+POLL_SECONDS = 0.5  # between two checks of runs in other processes
 
 
 @typing.runtime_checkable
 class Presents(typing.Protocol):
-    """A method that is shown something else than the domain itself: each image with a generated one beside it, say."""
+    """A method that gets other images than those of the domain itself.
+
+    For example, it may get each image together with a generated one.
+    """
 
     def present(self, domain: Domain) -> Domain:
-        """Return the domain as it is shown to the method."""
+        """Return the domain that the method gets."""
         ...
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of the grid, with what is needed to do it."""
+    """One run of a grid, with everything that it needs."""
 
     spec: Spec
     stream: Stream
@@ -55,7 +58,10 @@ def run_job(
     protocol: Protocol,
     on_step: Callable[[Scores, Record], None] = lambda scores, record: None,
 ) -> Result:
-    """Do a run, or the rest of it, and keep its result; if another process has finished it meanwhile, return that result."""
+    """Make a run, or the rest of it, store its result, and return it.
+
+    If another process has finished the run meanwhile, return that result.
+    """
     with store.claim(job.spec) as journal:
         result = store.find(job.spec)
         if result is None:
@@ -80,23 +86,26 @@ def run_job(
 
 
 def _normalisation(stream: Stream) -> dict[str, Any]:
-    """Return mean and std with which the images were normalised, for methods that augment them, if that is known."""
+    """Return the mean and std of the normalisation of the images, if they are known."""
     preprocess = stream.domains[0].preprocess
     return {} if preprocess is None else {"mean": preprocess.mean, "std": preprocess.std}
 
 
 @dataclass(frozen=True)
 class Payload:
-    """All that workers need, as bytes: tensors that go through multiprocessing would be shared, and adapted by all."""
+    """Everything that workers need, as bytes.
+
+    Tensors that are sent by multiprocessing would be shared, so that all workers would adapt the same model.
+    """
 
     content: bytes
     device: str
     threads: int
-    method_files: tuple[str, ...]  # Python files that register methods, to be read first
+    method_files: tuple[str, ...]  # Python files that register methods, which are read first
 
 
 def pack(model: nn.Module, grid: list[Job], store: Store, protocol: Protocol) -> Payload:
-    """Return what worker processes need to do the runs of a grid."""
+    """Return everything that worker processes need for the runs of a grid."""
     device = next(model.parameters()).device
     try:
         content = pickle.dumps((model.cpu(), grid, store, protocol))
@@ -111,7 +120,7 @@ def pack(model: nn.Module, grid: list[Job], store: Store, protocol: Protocol) ->
 
 
 class Worker:
-    """A process that does runs of one grid."""
+    """A process that makes runs of one grid."""
 
     def __init__(self, payload: Payload, number: int = 0) -> None:
         torch.set_num_threads(payload.threads)
@@ -123,7 +132,7 @@ class Worker:
             self._model.to(f"cuda:{number % torch.cuda.device_count()}")
 
     def run(self, position: int) -> Result:
-        """Do one run of the grid."""
+        """Make one run of the grid."""
         return run_job(self._model, self._grid[position], self._store, self._protocol)
 
 
@@ -131,13 +140,13 @@ _worker: Worker | None = None
 
 
 def start_worker(payload: Payload) -> None:
-    """Make this process a worker."""
+    """Prepare this process as a worker."""
     global _worker
     identity = multiprocessing.current_process()._identity
     _worker = Worker(payload, identity[0] - 1 if identity else 0)
 
 
 def run_in_worker(position: int) -> Result:
-    """Do one run, in a process that is a worker."""
+    """Make one run in a process that was prepared as a worker."""
     assert _worker is not None, "start_worker() makes a process a worker"
     return _worker.run(position)

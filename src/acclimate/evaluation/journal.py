@@ -1,8 +1,8 @@
-"""A run on disk while it runs: what happened in every step, and a state to go on from.
+"""The journal of a run: the record of every step, and a state from which the run can continue.
 
-Both are only ever ahead of, or equal to, what the state says: the steps are flushed to the disk before the state is
-written, and the state replaces its predecessor in one go. So whatever kills the process, the state and as many steps as it
-counts are whole; what lies beyond them is cut off, and done again.
+The records are flushed to the disk before a state is written, and a state replaces its predecessor atomically. Whenever the
+process is killed, the state is therefore whole, and so are the records of all steps that it counts. Records of later steps
+are removed, and these steps are repeated.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Journal:
     """The records and the resumable state of one run.
 
     Args:
-        folder: The run's own.
-        every: Seconds between two states.
+        folder: The folder of the run.
+        every: The number of seconds between two states.
     """
 
     def __init__(self, folder: Path, every: float = 30.0) -> None:
@@ -34,7 +34,7 @@ class Journal:
         self._saved = time.monotonic()
 
     def resume(self, adapter: Adapter) -> Iterator[dict[str, Any]]:
-        """Bring the adapter to where the run stopped, and give the steps up to there; nothing if it has not begun."""
+        """Restore the last state of the run in the adapter, and yield the records of the steps up to it, if any."""
         state, steps = self.folder / STATE, self.folder / STEPS
         lines: list[bytes] = []
         if state.exists():
@@ -55,17 +55,17 @@ class Journal:
         yield from map(json.loads, lines)
 
     def note(self, line: dict[str, Any], adapter: Adapter) -> None:
-        """Write a step down, and from time to time a state."""
+        """Write the record of a step, and a state if the last one is old."""
         assert self._file is not None, "resume() opens the journal"
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self._file.flush()  # so that others can watch the run
+        self._file.flush()  # other processes read it to show progress
         if time.monotonic() - self._saved >= self.every:
             os.fsync(self._file.fileno())
             adapter.save(self.folder / STATE)
             self._saved = time.monotonic()
 
     def close(self, *, finished: bool) -> None:
-        """A finished run needs no state."""
+        """Close the files, and remove the state of a finished run."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -74,7 +74,7 @@ class Journal:
 
 
 def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """What a finished run has written down, step by step; nothing if it is not there."""
+    """Return the records of the steps of a finished run, or an empty list if there are none."""
     try:
         with (folder / STEPS).open("rb") as file:
             return [json.loads(line) for line in file]
@@ -85,7 +85,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def latest(folder: Path) -> dict[str, Any] | None:
-    """The last whole step that a run has written down, if there is one; for those who watch it."""
+    """Return the last complete record of a run in progress, or None if there is none."""
     try:
         with (folder / STEPS).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -93,7 +93,7 @@ def latest(folder: Path) -> dict[str, Any] | None:
             while True:
                 file.seek(max(0, size - back))
                 lines = file.read().split(b"\n")
-                if len(lines) > 2 or (back >= size and len(lines) == 2):  # the last is what is being written
+                if len(lines) > 2 or (back >= size and len(lines) == 2):  # the last line may be incomplete
                     return json.loads(lines[-2])
                 if back >= size:
                     return None

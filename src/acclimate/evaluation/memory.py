@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work."""
+"""Measurement of peak memory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ import torch
 
 @dataclass
 class Peak:
+    """The peak memory of a block of code."""
+
     mib: float | None = None
-    """What the work needed beyond what was there before; None where the system does not tell."""
+    """Memory in MiB, in addition to what was in use before; None if it cannot be measured."""
 
 
 @contextmanager
 def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Measure the work inside: on a GPU what torch allocates, on a CPU the process's resident memory (Linux alone).
+    """Measure the peak memory of the block: that of torch on a GPU, or of the process on a CPU (Linux only).
 
-    On a CPU this is coarse: what freed memory the process still holds before the work is given back first, but not always
-    all of it can be, and then the work seems to need less.
+    On a CPU the measurement is coarse. Free memory that the process still holds is released first. If not all of it can be
+    released, the block seems to need less.
     """
     peak = Peak()
     before = _start(device)
@@ -38,8 +40,8 @@ def _start(device: torch.device) -> float | None:
         return torch.cuda.memory_allocated(device) / 2**20
     try:
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to the present size
-    except (OSError, AttributeError):  # not Linux, or not with glibc
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the present size
+    except (OSError, AttributeError):  # not on Linux, or without glibc
         return None
     return _now(device, "VmRSS")
 

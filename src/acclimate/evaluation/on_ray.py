@@ -1,4 +1,4 @@
-"""A grid on a Ray cluster: every run is a task, which is retried from its last state where its worker died."""
+"""A grid on a Ray cluster. Every run is a task, which is retried from its last state if its worker dies."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ RETRIES = 5  # of a task whose worker or machine died
 
 
 def run_on_ray(payload: Payload, todo: list[int], view: ProgressView, gpus: float | None) -> Iterator[tuple[int, Result]]:
-    """Do these runs of the grid. The store has to be on a disk that every machine of the cluster sees."""
+    """Make runs of a grid on a Ray cluster. The store must be on a disk that all machines share."""
     try:
         import ray
     except ImportError as error:
         raise ConfigError("Ray is not installed: pip install 'acclimate[ray]'.") from error
     started = not ray.is_initialized()
     if started:
-        ray.init(log_to_driver=False, logging_level=logging.ERROR)  # takes RAY_ADDRESS, or starts a cluster here
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)  # uses RAY_ADDRESS, or starts a cluster here
     try:
         needed = 1.0 if gpus is None and payload.device == "cuda" else gpus or 0
         task = ray.remote(max_retries=RETRIES, num_cpus=min(payload.threads, _most_cpus(ray)), num_gpus=needed)(_one)
@@ -48,5 +48,5 @@ def _one(payload: Payload, position: int) -> Result:
 
 
 def _most_cpus(ray: Any) -> float:
-    """Of the largest machine: a task that asks for more would wait for ever."""
+    """Return the number of CPUs of the largest machine. A task that needs more would wait for ever."""
     return max((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]), default=1)

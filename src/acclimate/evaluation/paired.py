@@ -1,11 +1,11 @@
-"""Which images a run got right, and how sure the difference between two runs is.
+"""Counts of correct predictions per image, and confidence intervals of the difference between two runs.
 
-Two methods meet the same images, so their difference is a mean of differences image by image, and its error follows from
-how these vary. An image that was met several times, under several corruptions or in several orders, counts once: images are
-told apart by their index in their domain, and corruptions of one data set share their indices.
+Two methods get the same images. Their difference is therefore a mean of differences per image, and its standard error
+follows from the variance of these. An image that occurs several times, with several corruptions or in several orders, counts
+once. Images are identified by their index in their domain, and the corruptions of one data set share these indices.
 
-The interval says how far the difference would move with other images of the same kind. It does not cover other orders of
-the stream: a method that adapts carries what it learned from one image to the next, so that one order is one sample.
+The interval estimates how the difference would vary with other images of the same kind. It does not include the variation
+with the order of the stream: a method that adapts depends on all earlier images, so that one order is one sample.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Counts = npt.NDArray[np.uint16]  # (half of the stream, met or right, image): how often
+Counts = npt.NDArray[np.uint16]  # occurrences and correct predictions: (half of the stream, 2, image)
 NORMAL_95 = 1.96  # standard errors on each side of a 95 % interval
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Holds the difference between two accuracies, in points."""
+    """The difference between two accuracies, in percentage points."""
 
     points: float
-    interval: float | None = None  # half the width of its 95 % interval; None where images cannot be paired
+    interval: float | None = None  # half the width of the 95 % interval; None if images cannot be paired
 
     @property
     def beyond_chance(self) -> bool:
@@ -40,12 +40,12 @@ class Difference:
 
 
 def pack_counts(right: npt.NDArray[np.float64], index: npt.NDArray[np.int64], images: int) -> str:
-    """Return how often each image of a domain was met and right, as text for a file.
+    """Return how often each image of a domain occurred and was predicted correctly, as text for a file.
 
     Args:
-        right: In the order of the stream, 1 where the prediction was right and 0 where it was wrong.
-        index: Which image of the domain that was.
-        images: How many the domain has.
+        right: 1 for a correct and 0 for a wrong prediction, in the order of the stream.
+        index: The index of each image in its domain, in the order of the stream.
+        images: The number of images of the domain.
     """
     halves = slice(len(index) // 2), slice(len(index) // 2, None)
     counts = [np.bincount(index[half], what[half], images) for half in halves for what in (np.ones_like(right), right)]
@@ -53,15 +53,15 @@ def pack_counts(right: npt.NDArray[np.float64], index: npt.NDArray[np.int64], im
 
 
 def unpack_counts(text: str) -> Counts:
-    """Return what `pack_counts` packed."""
+    """Return the counts that `pack_counts` encoded."""
     return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<u2").reshape(2, 2, -1)
 
 
 def paired_difference(pairs: Sequence[tuple[Counts, Counts]]) -> Difference:
-    """Return by how many points the first of each pair is above the second, on average over the pairs.
+    """Return the mean difference of accuracy between the first and the second of each pair, with its interval.
 
     Args:
-        pairs: Counts of two methods on one domain in one order, for each domain and order.
+        pairs: The counts of two methods on one domain in one order, for each domain and order.
     """
     points, effects = 0.0, np.zeros(max(mine.shape[-1] for mine, _ in pairs))
     for mine, theirs in pairs:
@@ -71,6 +71,6 @@ def paired_difference(pairs: Sequence[tuple[Counts, Counts]]) -> Difference:
             points += sign * accuracy / len(pairs)
             effects[: len(met)] += sign * (right - accuracy * met) / met.sum() / len(pairs)
     images = np.count_nonzero(sum(np.pad(mine.sum((0, 1)), (0, len(effects) - mine.shape[-1])) for mine, _ in pairs))
-    # plus one image's worth, as Agresti and Min (2005) do: a handful of differing predictions is no proof
+    # plus the variance of one image, as in Agresti and Min (2005), because few differing predictions prove little
     variance = np.square(effects).sum() * images / max(1, images - 1) + 1 / images**2
     return Difference(100 * float(points), 100 * NORMAL_95 * math.sqrt(variance))

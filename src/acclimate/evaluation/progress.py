@@ -1,4 +1,4 @@
-"""How a grid is going: bars on a terminal, a line for each finished run elsewhere."""
+"""The progress of a grid: bars on a terminal, and otherwise a line for each finished run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ COLUMNS = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNC
 
 
 class ProgressView:
-    """Shows the whole grid, and every run that is under way.
+    """A display of the progress of a grid and of all its current runs.
 
     Args:
         grid: All runs.
-        found: Results that were there before, by position.
-        store: Where runs in other processes leave their records.
-        console: Where to show. If it is no terminal, every finished run becomes a line of fields separated by tabs.
+        found: Results that existed before, by the position of the run in the grid.
+        store: The store, where runs in other processes write their records.
+        console: The console. If it is not a terminal, every finished run is printed as a line of fields separated by tabs.
     """
 
     def __init__(self, grid: Sequence[Job], found: Mapping[int, Result], store: Store, console: Console) -> None:
@@ -47,7 +47,7 @@ class ProgressView:
 
     @contextmanager
     def watching(self, i: int) -> Iterator[Callable[[Scores, Record], None]]:
-        """For a run in this process: what to call after each of its steps."""
+        """Let a run in this process inside the block show its progress. The value is its `on_step` function."""
 
         def on_step(scores: Scores, record: Record) -> None:
             self._show(i, scores.count, scores.right, record.entropy, record.drift, record.event)
@@ -58,7 +58,7 @@ class ProgressView:
             self._close(i)
 
     def poll(self, running: Iterable[int]) -> None:
-        """For runs in other processes: look at what they have written down."""
+        """Read the records of runs in other processes, and show their progress."""
         if not self._console.is_terminal:
             return
         for i in running:
@@ -81,6 +81,7 @@ class ProgressView:
             self._progress.remove_task(self._tasks.pop(i))
 
     def finished(self, i: int, result: Result) -> None:
+        """Show that a run is finished."""
         self._close(i)
         self._seen[i] = self._grid[i].stream.samples
         self._finished += 1
@@ -89,7 +90,7 @@ class ProgressView:
             spec = self._grid[i].spec
             fields = [f"{self._finished}/{len(self._grid)}", spec.method, ",".join(map(str, spec.domains)), spec.setting]
             fields += [f"seed {spec.seed}", f"{100 * result.mean:.2f} %", f"{result.seconds:.1f} s", spec.id]
-            print(*fields, sep="\t", file=self._console.file, flush=True)  # rich would make spaces of the tabs
+            print(*fields, sep="\t", file=self._console.file, flush=True)  # rich would replace tabs by spaces
 
 
 def _label(job: Job) -> str:

@@ -1,4 +1,4 @@
-"""A table in print, to stand beside runs of the same data, severity and setting, and never instead of them."""
+"""Published tables, which can be shown beside runs of the same data, severity and setting."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .tables import Column, Grid, Summary
 
 
 class PublishedRow(NamedTuple):
-    """Holds a method's published numbers in the columns of a grid."""
+    """The published numbers of a method in the columns of a grid."""
 
     accuracy: dict[Column, float]
     deviation: dict[Column, float]
@@ -20,9 +20,9 @@ class PublishedRow(NamedTuple):
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """Holds a table in print. Where severity or setting is None, the columns are the severities or settings.
+    """A published table. If severity or setting is None, the columns are severities or settings.
 
-    Accuracies are in per cent. Methods are called as the rows of a grid are: `dct(generator=False)`.
+    Accuracies are in per cent. Methods have the names of rows in a grid: `dct(generator=False)`.
     """
 
     key: str
@@ -31,23 +31,23 @@ class PublishedTable:
     data: str
     severity: int | None
     setting: str | None
-    model: str | None  # timm's name, with the tag of the weights; None where it is not stated
+    model: str | None  # its name in timm, with the tag of the weights; None if it is not stated
     unit: str
-    printed: bool  # False: the paper's source has the table, but commented out
+    printed: bool  # False: the table is commented out in the paper's source
     columns: tuple[str, ...]
-    rows: Mapping[str, tuple[float, ...]]  # by method, a value for each column
-    averages: Mapping[str, float]  # by method, as printed; empty where the table has no such column
-    deviations: Mapping[str, tuple[float, ...]]  # over three seeds, for those methods that have them
+    rows: Mapping[str, tuple[float, ...]]  # by method: a value for each column
+    averages: Mapping[str, float]  # by method, as printed; empty if the table has no such column
+    deviations: Mapping[str, tuple[float, ...]]  # over three seeds, if they are given
     average_deviations: Mapping[str, float]
-    commented_out: Mapping[str, tuple[float, ...]]  # rows that were not printed, the average last if there is one
+    commented_out: Mapping[str, tuple[float, ...]]  # rows that are not printed; the average comes last, if there is one
     doubts: tuple[str, ...]
 
     def row(self, method: str) -> dict[str, float]:
-        """Return a method's values by column."""
+        """Return the values of a method, by column."""
         return dict(zip(self.columns, self.rows[require_known(method, self.rows, f"row of the table {self.key!r}")]))
 
     def only(self, column: str) -> PublishedTable:
-        """Return this table with one column, which is then the average too."""
+        """Return this table with a single column, which is also the average."""
         at = self.columns.index(require_known(column, self.columns, f"column of the table {self.key!r}"))
 
         def pick(rows: Mapping[str, tuple[float, ...]]) -> dict[str, float]:
@@ -68,11 +68,14 @@ class PublishedTable:
         )
 
     def fitted(self, grid: Grid, *, mix: bool = False) -> PublishedTable:
-        """Return this table as it can stand beside runs: where its columns are settings or severities, that of the runs.
+        """Return this table in a form that fits beside runs.
+
+        If its columns are settings or severities, only the column of the runs is kept.
 
         Args:
             grid: The runs.
-            mix: Take also a table of other data, another severity or another setting; `mismatches` says in what it differs.
+            mix: Whether to accept a table of other data, another severity or another setting. `mismatches` lists the
+                differences.
         """
         if not self.unit.startswith("accuracy"):
             raise ConfigError(f"The published table {self.key!r} has {self.unit}, which cannot stand beside accuracies.")
@@ -91,7 +94,7 @@ class PublishedTable:
         return table
 
     def mismatches(self, grid: Grid) -> list[str]:
-        """Return in what the runs are not those of this table. The model may be another: that is for readers to judge."""
+        """Return the properties in which the runs differ from this table. The model may differ."""
         spec = grid.outcomes[0].spec
         here = {"data": spec.dataset, "severity": grid.severities, "setting": spec.setting}
         there = {"data": self.data, "severity": [self.severity] if self.severity else [], "setting": self.setting}
@@ -102,14 +105,20 @@ class PublishedTable:
         return [f"{what}: {said(there[what])} there, {said(here[what])} here" for what in here if here[what] != there[what]]
 
     def shared(self, grid: Grid) -> dict[Column, str]:
-        """Return which of a grid's columns is which of this table's; of several severities here, only that of the table."""
+        """Return the columns of a grid that this table has, with the names of its columns.
+
+        If the grid has several severities, only that of the table is used.
+        """
         if len(self.columns) == 1:
             return {Summary.MEAN: self.columns[0]}
         levels = {self.severity} if len(grid.severities) > 1 else {None, *grid.severities}
         return {key: key.name for key in grid.domains if key.name in self.columns and key.severity in levels}
 
     def beside(self, grid: Grid) -> dict[str, PublishedRow]:
-        """Return the published rows in a grid's columns; the mean only if it is over the same domains."""
+        """Return the published rows in the columns of a grid.
+
+        The mean is included only if it is over the same domains.
+        """
         shared = self.shared(grid)
         whole = {key.name for key in grid.domains} == {*(self.columns or CORRUPTIONS)} and len(grid.severities) < 2
 
@@ -127,7 +136,7 @@ class PublishedTable:
 
 
 def require_known(name: str, known: Iterable[str], what: str) -> str:
-    """Return a name if it is known; else the error names the nearest one."""
+    """Return a name if it is known, and otherwise raise an error that suggests a similar one."""
     names = list(known)
     if name not in names:
         raise ConfigError(f"There is no {what} {name!r}.{nearest(name, names, 0.4)} There are: {', '.join(names)}.")

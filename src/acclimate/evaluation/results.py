@@ -1,4 +1,4 @@
-"""What a bench returns: its runs, as a list, as tables, as a data frame."""
+"""The results of a bench, as a sequence of runs, as tables, or as a data frame."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Results(Sequence[Outcome]):
-    """Holds runs with their results, in the order of the bench. In a notebook it shows itself as tables."""
+    """The runs of a bench with their results, in order. A notebook shows them as tables."""
 
     def __init__(self, outcomes: Iterable[Outcome]) -> None:
         self._outcomes = list(outcomes)
@@ -39,11 +39,14 @@ class Results(Sequence[Outcome]):
         return iter(self._outcomes)
 
     def where(self, **fields: object) -> Results:
-        """Return the runs whose specification has these values: `results.where(setting="bs1", method="dct")`."""
+        """Return the runs with these values in their specification: `results.where(setting="bs1", method="dct")`."""
         return Results(o for o in self if all(getattr(o.spec, name) == value for name, value in fields.items()))
 
     def ordered(self, methods: Sequence[str] = (SOURCE,)) -> Results:
-        """Return the runs as a table shows them: these methods first, others by name, corruptions as in the papers."""
+        """Return the runs in the order of a table.
+
+        The given methods come first, and others follow by name. Corruptions are in the order of the papers.
+        """
 
         def place(outcome: Outcome) -> tuple[object, ...]:
             spec = outcome.spec
@@ -60,11 +63,11 @@ class Results(Sequence[Outcome]):
         return {setting: Grid(self.where(setting=setting), mix=mix) for setting in settings}
 
     def table(self) -> str:
-        """Return the tables as a terminal would show them."""
+        """Return the tables as text, as a terminal shows them."""
         return "\n".join(write_table("terminal", grid, _title(grid)) for grid in self.grids().values())
 
     def frame(self) -> pandas.DataFrame:
-        """Return a pandas data frame with a row for each run and domain; accuracies are shares of one."""
+        """Return a pandas data frame with a row for each run and domain. Accuracies are from 0 to 1."""
         try:
             import pandas
         except ImportError:

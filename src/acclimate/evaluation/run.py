@@ -1,4 +1,4 @@
-"""One run: an adapter meets a stream."""
+"""One run: an adapter predicts a stream and adapts to it."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ from .journal import Journal
 from .memory import peak_memory
 from .scores import Floats, Scores
 
-MEASURED = {"seconds", "peak_mib"}  # differ from one time to the next; all else does not
-PACKED = {"by_image"}  # covered by the digest of the predictions
+MEASURED = {"seconds", "peak_mib"}  # measurements, which differ between equal runs
+PACKED = {"by_image"}  # not in the digest, because `predictions` covers it
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came out of a run. Accuracies are shares of one."""
+    """The result of a run. Accuracies are from 0 to 1."""
 
     samples: int
     top1: float
     top5: float
-    second_half: float  # mean over domains of the top-1 over the second half of each
-    mean: float  # of the domains' top-1
+    second_half: float  # mean over domains of the top-1 on the second half of each
+    mean: float  # of the top-1 of all domains
     per_domain: dict[DomainKey, float]
     ece: float
     nll: float
-    seconds: float  # in the adapter; loading is not counted
-    peak_mib: float | None  # beyond what the process held before; of a resumed run, since it was resumed
-    forward: int  # samples passed forward, and backward; which rejected ones are spared depends on the micro-batches
+    seconds: float  # in the adapter, without loading
+    peak_mib: float | None  # in addition to memory in use before; after a resume, of the rest of the run
+    forward: int  # samples passed forward; as `backward`, it depends on the micro-batches
     backward: int
-    used: int  # samples learned from
-    events: list[tuple[int, str]]  # step, what the method or the guard did
-    curve: list[tuple[int, float]]  # images so far, top-1 so far
-    predictions: str  # digest of every image's score, in the stream's order
-    by_image: dict[DomainKey, str] = field(default_factory=dict)  # how often each was met and right: `paired.unpack_counts`
+    used: int  # samples that the method learned from
+    events: list[tuple[int, str]]  # step, and the event of the method or the guard
+    curve: list[tuple[int, float]]  # number of images so far, and top-1 so far
+    predictions: str  # digest of the scores of all images, in the order of the stream
+    by_image: dict[DomainKey, str] = field(default_factory=dict)  # counts, for `paired.unpack_counts`
 
     @property
     def digest(self) -> str:
-        """SHA-256 of all that is not a measurement of the machine: equal for equal runs, interrupted or not."""
+        """The SHA-256 of everything that is not measured. Equal runs have equal digests, interrupted or not."""
         values = {name: value for name, value in self.to_json().items() if name not in MEASURED | PACKED}
         return digest_json(values)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON holds it, which has no infinity and no keys but text."""
+        """Return the result as values for JSON, which has no infinity and only text as keys."""
         keyed = {name: [[*key, v] for key, v in getattr(self, name).items()] for name in ("per_domain", "by_image")}
         return asdict(self) | {"nll": self.nll if math.isfinite(self.nll) else None, **keyed}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Result:
-        """Return a result as it was written to a file."""
+        """Return a result from the values of a JSON file."""
         pairs = {name: [tuple(pair) for pair in values[name]] for name in ("events", "curve")}
         keyed = {name: {DomainKey(*key): v for *key, v in values[name]} for name in ("per_domain", "by_image")}
         nll = math.inf if values["nll"] is None else values["nll"]
@@ -75,6 +75,7 @@ class Tally:
     events: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, line: dict[str, Any]) -> None:
+        """Add the record of a step."""
         for name in ("used", "forward", "backward", "seconds"):
             setattr(self, name, getattr(self, name) + line[name])
         if line["event"]:
@@ -89,14 +90,15 @@ def run(
     *,
     unknown: int | None = None,
 ) -> Result:
-    """Predict and adapt, batch by batch, and score the predictions.
+    """Predict a stream and adapt to it, batch by batch, and score the predictions.
 
     Args:
-        adapter: Fresh from `acclimate.adapt`.
-        stream: What it meets.
-        on_step: Called after every batch with the scores so far and what the adapter did.
-        journal: Where every step is written down. If it holds the beginning of this run, the run goes on from there.
-        unknown: See `Scores`.
+        adapter: A new adapter from `acclimate.adapt`.
+        stream: The stream.
+        on_step: A function that is called after every batch, with the scores so far and the record of the step.
+        journal: A journal in which every step is recorded. If it contains the beginning of this run, the run continues from
+            there.
+        unknown: The label of images of no class, for which any prediction is wrong; None if there are none.
     """
     engine = adapter.engine
     scores = Scores(engine.num_classes, [domain.key for domain in stream.domains], unknown=unknown)
@@ -110,7 +112,7 @@ def run(
         for images, labels, domain in stream.since(done):
             images = images.to(engine.vit.device, non_blocking=True)
             before, start = replace(engine.passes), time.perf_counter()
-            logits = adapter(images).cpu()  # waits for a GPU too
+            logits = adapter(images).cpu()  # waits for the GPU
             seconds = time.perf_counter() - start
             scores.add(logits, labels, domain)
             record = adapter.record
@@ -143,7 +145,7 @@ def run(
 
 
 def _line(scores: Scores, record: Record) -> dict[str, Any]:
-    """A step as its record on disk: first the sums that tell how the run is going, then the batch image by image."""
+    """Return the record of a step for the journal: sums over the run first, and then the scores of each image."""
     right, five, confidence, nll, domain = scores.last
     domains = domain.astype(int).tolist()
     return {
@@ -152,7 +154,7 @@ def _line(scores: Scores, record: Record) -> dict[str, Any]:
         "right": scores.right,
         **{name: _finite(getattr(record, name)) for name in ("entropy", "used", "loss", "recovery", "drift")},
         "event": record.event,
-        "top": "".join(map(str, (right + five).astype(int))),  # 2: right, 1: among the five likeliest, 0: wrong
+        "top": "".join(map(str, (right + five).astype(int))),  # 2: top-1, 1: among the top 5, 0: neither
         "confidence": confidence.tolist(),
         "nll": [value if math.isfinite(value) else str(value) for value in nll.tolist()],
         "domain": domains if len(set(domains)) > 1 else domains[0],
@@ -160,12 +162,12 @@ def _line(scores: Scores, record: Record) -> dict[str, Any]:
 
 
 def _rows(line: dict[str, Any]) -> Floats:
-    """The batch of a record, as `Scores.last` gave it."""
+    """Return the scores of a batch from its record, in the form of `Scores.last`."""
     top = np.array([int(digit) for digit in line["top"]])
     nll = [float(value) for value in line["nll"]]
     return np.stack([top == 2, top >= 1, line["confidence"], nll, np.broadcast_to(line["domain"], top.shape)]).astype(float)
 
 
 def _finite(value: float | None) -> float | None:
-    """JSON knows no NaN and no infinity."""
+    """Return a value, or None if JSON cannot represent it."""
     return value if value is None or math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""What a run is: everything that decides its result, and nothing else."""
+"""The specification of a run, which contains everything that determines its result."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ LIBRARIES = ("torch", "timm", "numpy", "scipy", "pillow")
 
 @dataclass(frozen=True)
 class Protocol:
-    """How every run of a bench is made, whatever the method.
+    """The options of every run of a bench, whatever the method.
 
     Args:
-        predict: Logits from "before" a batch's update, as the papers' code scores them, or "after" it.
-        guard: Watch for collapse. The papers' code has no such thing.
+        predict: Whether the logits of a batch come from "before" its update, as in the papers' code, or from "after" it.
+        guard: Whether a guard watches for collapse. The papers' code has no guard.
         precision: "float32", "bfloat16" or "float16".
-        classes: Columns of the head that exist in the data; None for all.
-        unknown: The label of images of no class; None where there are none.
+        classes: The columns of the head that exist in the data; None for all.
+        unknown: The label of images of no class; None if there are none.
     """
 
     predict: str = "before"
@@ -50,43 +50,43 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Spec:
-    """One model, one stream, one method with its configuration."""
+    """The specification of a run: one model, one stream, and one method with its configuration."""
 
     model: dict[str, str]  # name, digests of its architecture and weights, device
     dataset: str  # its name
     domains: list[DomainKey]
-    data: list[str]  # for each domain a digest of all that decides its images
-    images: list[int]  # in each domain
-    preprocessing: list[dict[str, Any]]  # the ways in which images were made, each once
+    data: list[str]  # for each domain: a digest of everything that determines its images
+    images: list[int]  # number of images of each domain
+    preprocessing: list[dict[str, Any]]  # the distinct preparations of images
     setting: str
     batch_size: int
-    seed: int  # of the stream's order and of the method
-    order: str  # digest of the stream's order
+    seed: int  # of the order of the stream, and of the method
+    order: str  # digest of the order of the stream
     method: str
     config: dict[str, Any]  # all options
-    changed: dict[str, Any]  # those that are not the method's defaults
-    protocol: dict[str, Any]  # what holds for every run of the bench
+    changed: dict[str, Any]  # options that differ from the defaults of the method
+    protocol: dict[str, Any]  # the same for every run of the bench
     versions: dict[str, str]
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Spec:
-        """Return a specification as it was written to a file."""
+        """Return a specification from the values of a JSON file."""
         return cls(**{**values, "domains": [DomainKey(*key) for key in values["domains"]]})
 
     @cached_property
     def id(self) -> str:
-        """A name that two runs share if and only if they are the same run."""
+        """The identifier of the run. Two runs have the same one if and only if they are the same run."""
         return digest_json(asdict(self))
 
     @property
     def folder(self) -> str:
-        """The name of the folder in which the run is kept, which tells people what it is."""
+        """The name of the folder of the run, which describes it."""
         where = str(self.domains[0]).replace("/", "-") if len(self.domains) == 1 else f"{len(self.domains)}-domains"
         return f"{self.method}-{where.replace(' ', '_')}-{self.setting}-{self.seed}-{self.id}"
 
     @cached_property
     def card(self) -> dict[str, str]:
-        """The protocol for people, one line each: no number should be shown without it."""
+        """The protocol in words, which should accompany every number."""
         return {
             **self.shared,
             "method": self.method + "".join(f", {name} {_text(value)}" for name, value in self.config.items()),
@@ -97,7 +97,7 @@ class Spec:
 
     @cached_property
     def shared(self) -> dict[str, str]:
-        """The part of the card that all runs of a table have in common, in whatever row and column: how, not on what."""
+        """The part of the card that all runs of a table share: everything except method, options, domain and seed."""
         made = [", ".join(f"{key} {_text(value)}" for key, value in how.items()) for how in self.preprocessing]
         return {
             "model": f"{self.model['name']}, weights {self.model['weights']}, architecture {self.model['architecture']}",
@@ -129,14 +129,14 @@ def specify(
     """Return the specification of a run.
 
     Args:
-        stream: What the method meets.
-        method: The method, by name or as its class.
-        options: Options of the method.
+        stream: The stream.
+        method: The method, by name or class.
+        options: The options of the method.
         model: A description of the model, from `describe`.
-        dataset: What to call the data.
-        protocol: What holds for every run of the bench.
-        source_statistics: For a method that needs some.
-        shown: The stream with what the method is shown instead, if it is shown something else.
+        dataset: The name of the data set.
+        protocol: The protocol of all runs of the bench.
+        source_statistics: The source statistics, for a method that needs some.
+        shown: The stream that the method gets, if it differs from `stream`.
     """
     made = create(method, options)
     config = {name: _kept(value) for name, value in made.config.items()}
@@ -167,7 +167,10 @@ def specify(
 
 
 def describe(model: nn.Module, name: str) -> dict[str, str]:
-    """Return a model's name, digests and device. On a CPU the number of threads decides how sums are rounded."""
+    """Return the name, the digests and the device of a model.
+
+    On a CPU the device includes the number of threads, which determines the rounding of sums.
+    """
     vit = view(model)
     where = torch.cuda.get_device_name(vit.device) if vit.device.type == "cuda" else vit.device.type
     if vit.device.type == "cpu":
@@ -176,7 +179,7 @@ def describe(model: nn.Module, name: str) -> dict[str, str]:
 
 
 def _preparation(domain: Domain) -> dict[str, Any]:
-    """Return how a domain's images were made, leaving out which they are."""
+    """Return how the images of a domain were made, without identifying the images."""
     how = {} if domain.preprocess is None else domain.preprocess.description()
     if domain.corruption is not None:
         about = domain.corruption.description()
@@ -185,7 +188,7 @@ def _preparation(domain: Domain) -> dict[str, Any]:
 
 
 def _contents(method: Method) -> dict[str, str]:
-    """Return digests of what is not in the options themselves: files that these name, and the file of the method's code."""
+    """Return digests of the files that options name, and of the file of the method's code."""
     files = {name: Path(value) for name, value in method.config.items() if isinstance(value, str) and Path(value).is_file()}
     digests = {f"{name}, its content": file_digest(path) for name, path in files.items()}
     code = code_digest(type(method))
@@ -193,7 +196,7 @@ def _contents(method: Method) -> dict[str, str]:
 
 
 def _kept(value: Any) -> Any:
-    """Return an option as it will come back from the file, which has no infinity."""
+    """Return the value of an option in the form in which the file, which has no infinity, returns it."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else json.loads(json.dumps(value))
 
 

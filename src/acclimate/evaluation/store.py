@@ -1,11 +1,11 @@
-"""Runs on disk: a folder for each, and a result in it only once the run is complete.
+"""Runs on disk: each has a folder, which contains a result when the run is complete.
 
-| file | written | holds |
+| file | written | content |
 |---|---|---|
-| `spec.json` | first | all that decides the result |
-| `steps.jsonl` | with every step | what happened in it, image by image |
-| `state.safetensors` | every half minute | what the run needs to go on; gone at the end |
-| `result.json` | last, in one go | the result, and again all that decides it |
+| `spec.json` | first | the specification |
+| `steps.jsonl` | after every step | the record of each step, with the scores of each image |
+| `state.safetensors` | every 30 seconds | a state from which the run can continue; removed at the end |
+| `result.json` | last, atomically | the result and the specification |
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ class Outcome:
 
     spec: Spec
     result: Result
-    found: bool = False  # in the store, from an earlier call
-    folder: Path | None = field(default=None, compare=False)  # where it was read from
+    found: bool = False  # whether it was in the store before
+    folder: Path | None = field(default=None, compare=False)  # that it was read from
 
 
 class Store:
-    """The folder in which runs are kept.
+    """A folder in which runs are stored.
 
     Args:
-        root: A folder, made when it is needed.
-        every: Seconds between two states of a run: what a kill may cost.
+        root: The folder, which is created when it is needed.
+        every: The number of seconds between two states of a run, which is the time that may be lost if a process is killed.
     """
 
     def __init__(self, root: str | os.PathLike[str] = "runs", *, every: float = 30.0) -> None:
         self.root, self.every = Path(root), every
 
     def prepare(self) -> None:
-        """Make sure that results can be kept, before the first run is begun."""
+        """Check that results can be written, before the first run begins."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             if not os.access(self.root, os.W_OK):
@@ -57,22 +57,26 @@ class Store:
             raise StateError(f"Results cannot be kept in {self.root}: {error.strerror}. Give another folder.") from None
 
     def folder(self, spec: Spec) -> Path:
+        """Return the folder of a run."""
         return self.root / spec.folder
 
     def find(self, spec: Spec) -> Result | None:
-        """The result of this run, if it was finished before."""
+        """Return the result of a run, or None if the run is not finished."""
         path = self.folder(spec) / RESULT
         return _read(path).result if path.exists() else None
 
     def outcomes(self) -> list[Outcome]:
-        """All finished runs, here and in sub-folders."""
+        """Return all finished runs in this folder and its sub-folders."""
         if not self.root.is_dir():
             raise StateError(f"{self.root} is not a folder of runs; `acclimate bench --out {self.root}` would make one.")
         return [_read(path) for path in sorted(self.root.rglob(RESULT))]
 
     @contextmanager
     def claim(self, spec: Spec) -> Iterator[Journal]:
-        """The run's journal, for one process at a time: a second one waits here, and then finds the result."""
+        """Let one process at a time into the block, with the journal of a run.
+
+        A second process waits, and then finds the result.
+        """
         folder = self.folder(spec)
         write_whole(folder / SPEC, json.dumps(asdict(spec), indent=1).encode())
         journal = Journal(folder, self.every)
@@ -83,14 +87,14 @@ class Store:
                 journal.close(finished=(folder / RESULT).exists())
 
     def write(self, spec: Spec, result: Result) -> Path:
-        """Keep a result. It appears whole or not at all."""
+        """Write a result atomically, and return its path."""
         path = self.folder(spec) / RESULT
         content = {"card": spec.card, "spec": asdict(spec), "result": result.to_json(), "digest": result.digest}
         write_whole(path, json.dumps(content, indent=1, allow_nan=False).encode())
         return path
 
     def forget(self, spec: Spec) -> None:
-        """Remove what there is of a run, so that it is run from its beginning."""
+        """Remove the result and the state of a run, so that it starts from the beginning."""
         for name in (RESULT, STATE):
             (self.folder(spec) / name).unlink(missing_ok=True)
 
@@ -105,10 +109,10 @@ def _read(path: Path) -> Outcome:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Hold a lock that the system takes back whenever the process ends, however it ends."""
+    """Keep a file locked inside the block. The system releases the lock when the process ends for any reason."""
     try:
         import fcntl
-    except ImportError:  # Windows: two processes that share a run are not kept apart
+    except ImportError:  # on Windows there is no lock
         yield
         return
     with lock.open("w") as file:

@@ -1,4 +1,4 @@
-"""Results as a table: rows of methods, columns of domains, and how sure the differences are."""
+"""Results as a table of methods and domains, with confidence intervals of the differences."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from .paired import Counts, Difference, paired_difference, unpack_counts
 from .spec import Spec
 from .store import Outcome
 
-SOURCE = "source"  # the method that others are compared with
+SOURCE = "source"  # the baseline of all comparisons
 
 
 class RowKey(NamedTuple):
-    """Identifies a row of a table: a method with all that decides what it does."""
+    """The key of a row of a table: a method with everything that determines its behaviour."""
 
     method: str
-    options: tuple[tuple[str, str], ...]  # names and values, in order of names
+    options: tuple[tuple[str, str], ...]  # names and values, sorted by name
 
     @classmethod
     def of(cls, spec: Spec) -> RowKey:
-        """Return the row to which a run belongs."""
+        """Return the key of the row to which a run belongs."""
         return cls(spec.method, tuple(sorted((name, str(value)) for name, value in spec.config.items())))
 
 
 class Summary(Enum):
     """Names a column that is not a domain."""
 
-    MEAN = "mean"  # over the domains, each counting alike
-    SECOND_HALF = "second half"  # the same, over the second half of each domain's images
+    MEAN = "mean"  # over the domains, with equal weights
+    SECOND_HALF = "second half"  # the mean over domains of the second half of each
 
 
 Column = DomainKey | Summary
@@ -43,10 +43,10 @@ Column = DomainKey | Summary
 
 @dataclass(frozen=True)
 class Cell:
-    """Holds an accuracy in per cent, over seeds."""
+    """An accuracy in per cent, as the mean over seeds."""
 
     accuracy: float
-    deviation: float | None  # standard deviation over seeds, if there are several
+    deviation: float | None  # standard deviation over seeds; None for a single seed
     seeds: int
 
     def __str__(self) -> str:
@@ -54,13 +54,13 @@ class Cell:
 
 
 class Grid:
-    """Tabulates accuracy by method and domain, in per cent, over seeds.
+    """A table of accuracies by method and domain, in per cent, as means over seeds.
 
-    The columns are the domains, then the mean over them, and the mean over the second half of each.
+    The columns are the domains, the mean over them, and the mean over the second half of each.
 
     Args:
-        outcomes: Runs that differ in method, domain and seed, and in nothing else.
-        mix: Take also runs whose protocols differ; `differences` says in what.
+        outcomes: Runs that differ only in method, domain and seed.
+        mix: Whether to accept runs with different protocols. `differences` lists the differences.
     """
 
     def __init__(self, outcomes: Sequence[Outcome], *, mix: bool = False) -> None:
@@ -85,31 +85,31 @@ class Grid:
         self._cells = {(row, column): self._cell(row, column) for row in self.rows for column in self.columns}
         self._leaders: dict[Column, list[RowKey]] = {}
 
-    # ---- what rows and columns are called ------------------------------------------------------------------------
+    # ---- names of rows and columns -----------------------------------------------------------------------------
 
     def label(self, row: RowKey) -> str:
-        """Return a row's name: the method's, with its options where it is there with several."""
+        """Return the name of a row: the method, with its options if the table has several rows of the method."""
         return self._labels[row]
 
     def heading(self, column: Column) -> str:
-        """Return a column's name; a severity is part of it only where it distinguishes domains."""
+        """Return the name of a column, with the severity only if it distinguishes domains."""
         if isinstance(column, Summary):
             return column.value
         return str(column) if sum(column.name == key.name for key in self.domains) > 1 else column.name
 
     @property
     def model(self) -> str:
-        """Return the model's name."""
+        """The name of the model."""
         return self.outcomes[0].spec.model["name"]
 
     @property
     def severities(self) -> list[int]:
-        """Return the severities of the corruptions, none where there is no corruption."""
+        """The severities of the corruptions, or an empty list if there is no corruption."""
         return sorted({key.severity for key in self.domains if key.severity is not None})
 
     @property
     def scope(self) -> str:
-        """Return data, severity and setting in words."""
+        """The data, the severity and the setting, in words."""
         spec, levels = self.outcomes[0].spec, self.severities
         which = f"severities {levels[0]} to {levels[-1]}" if len(levels) > 1 else f"severity {levels[0]}" if levels else ""
         return ", ".join(filter(None, (spec.dataset, which, spec.setting)))
@@ -128,32 +128,38 @@ class Grid:
         return Cell(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None, len(values))
 
     def cell(self, row: RowKey, column: Column) -> Cell | None:
-        """Return what stands in the table, None where there is no run."""
+        """Return a cell of the table, or None if there is no run."""
         return self._cells[row, column]
 
     def text(self, row: RowKey, column: Column) -> str:
-        """Return a cell as it is printed."""
+        """Return a cell as text."""
         return str(self.cell(row, column) or "-")
 
     def complete(self, row: RowKey) -> bool:
-        """Return whether a row has every domain. A mean over other domains is another quantity, and is not compared."""
+        """Return whether a row has every domain.
+
+        The mean of an incomplete row is over other domains, and is not compared.
+        """
         return all(self.cell(row, key) for key in self.domains)
 
     def compared(self, column: Column) -> list[RowKey]:
-        """Return the rows whose cells of a column can be compared, the highest first."""
+        """Return the rows whose cells in a column can be compared, in descending order."""
         cells = {row: cell for row in self.rows if (cell := self.cell(row, column))}
         fit = [row for row in cells if not isinstance(column, Summary) or self.complete(row)]
         return sorted(fit, key=lambda row: -cells[row].accuracy)
 
     def gain(self, row: RowKey, column: Column) -> Difference | None:
-        """Return by how much a cell is above the source model's; None for that itself, and where they do not compare."""
+        """Return the difference of a cell from that of the source model.
+
+        It is None for the source model itself, and if the two cells cannot be compared.
+        """
         compared = self.compared(column)
         if row == self.source or self.source not in compared or row not in compared:
             return None
         return self.difference(row, self.source, column)
 
     def difference(self, row: RowKey, other: RowKey, column: Column) -> Difference:
-        """Return by how much one row is above another, with the interval where their images can be paired."""
+        """Return the difference between two rows, with its interval if their images can be paired."""
         keys = self.domains if isinstance(column, Summary) else [column]
         mine, theirs = self._images[row], self._images[other]
         shared = [key for key in mine if key in theirs and key[0] in keys]
@@ -167,7 +173,7 @@ class Grid:
 
     @cached_property
     def _images(self) -> dict[RowKey, dict[tuple[DomainKey, int], tuple[str, Counts]]]:
-        """By row, domain and seed: the digest of the images, and which of them were right."""
+        """Return the digest of the images and the counts of correct predictions, by row, domain and seed."""
         return {
             row: {
                 (key, o.spec.seed): (data, unpack_counts(o.result.by_image[key]))
@@ -179,7 +185,10 @@ class Grid:
         }
 
     def leaders(self, column: Column) -> list[RowKey]:
-        """Return the row with the highest cell, and those that are within chance of it; none where chance is not known."""
+        """Return the row with the highest cell, and the rows whose difference from it is within chance.
+
+        The list is empty if no interval is known.
+        """
         if column not in self._leaders:
             first, others = self.compared(column)[:1], self.compared(column)[1:]
             apart = {row: self.difference(first[0], row, column) for row in others}
@@ -189,7 +198,10 @@ class Grid:
         return self._leaders[column]
 
     def best(self, row: RowKey, column: Column) -> bool:
-        """Return whether a cell is marked: it leads, alone or within chance of the highest, and not every cell does."""
+        """Return whether a cell is marked as one of the best.
+
+        It is if it is one of the leaders, and not all cells are.
+        """
         leaders = self.leaders(column)
         return row in leaders and len(leaders) < len(self.compared(column))
 
@@ -201,20 +213,23 @@ def _value(outcome: Outcome, column: Column) -> float | None:
 
 
 def row_labels(outcomes: Sequence[Outcome]) -> dict[RowKey, str]:
-    """Return names of rows: the method's, and where it is there with several options, those that tell them apart."""
+    """Return the names of rows.
+
+    The name is that of the method. If a method has several rows, the options that distinguish them are added.
+    """
     changed: dict[RowKey, Mapping[str, object]] = {RowKey.of(o.spec): o.spec.changed for o in outcomes}
     labels = {}
     for row in changed:
         alike = [other for other in changed if other.method == row.method]
         differing = [(n, v) for n, v in row.options if any(dict(other.options).get(n) != v for other in alike)]
-        # a default is not shown; what nobody has changed and yet differs is no option: a digest of a file, say
+        # Defaults are not shown. A value that differs although no run changed it is not an option, but a digest of a file.
         shown = [f"{n}={v}" for n, v in differing if n in changed[row] or not any(n in changed[o] for o in alike)]
         labels[row] = row.method + (f"({', '.join(shown)})" if shown else "")
     return labels
 
 
 def differences(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return in what the protocols of runs differ that are to be in one table, a line for each; none if nothing does."""
+    """Return a line for each difference between the protocols of runs, and an empty list if there is none."""
     found = []
     lines: dict[str, dict[str, list[str]]] = {}
     for spec in (outcome.spec for outcome in outcomes):

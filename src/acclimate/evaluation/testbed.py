@@ -28,17 +28,19 @@ Statistics = SourceStatistics | str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Testbed:
-    """A source model, data that is prepared for it, and what belongs to the model. Made by `open_testbed`.
+    """A source model, data that is prepared for it, and its options and source statistics.
+
+    `open_testbed` returns it.
 
     Args:
-        model: The source model. Experiments wrap it, or copies of it, and give it back.
-        name: What results call it.
+        model: The source model. Experiments wrap it, or copies of it, and unwrap it again.
+        name: The name of the model in results.
         data: The data.
-        tuned: Returns options of methods that were tuned for the model and batches of a size.
-        statistics: Source statistics of the model, for methods that need some.
+        tuned: A function that returns options of methods, tuned for the model and for batches of a given size.
+        statistics: The source statistics of the model, for methods that need some.
     """
 
-    __test__ = False  # pytest takes classes of this name for tests
+    __test__ = False  # otherwise pytest would collect this class as tests
 
     model: nn.Module
     name: str
@@ -48,20 +50,20 @@ class Testbed:
 
     @property
     def preprocess(self) -> Preprocess | None:
-        """How the images are prepared for the model, where that is known."""
+        """The preprocessing of the images, if it is known."""
         return self.data.domains[0].preprocess
 
     def options(self, method: str, batch_size: int = 64) -> dict[str, Any]:
-        """Return the options that were tuned for a method, none where there are none."""
+        """Return the options that were tuned for a method, or an empty dictionary."""
         return dict(self.tuned(batch_size).get(method, {}))
 
     def statistics_for(self, method: str | type[Method], options: Mapping[str, Any]) -> SourceStatistics | None:
-        """Return what a method with these options needs of the source statistics, None if it needs nothing."""
+        """Return the source statistics that a method with these options needs, or None if it needs none."""
         needs = create(method, options).info.needs
         return fitting(self.statistics, needs) if needs else None
 
     def adapted(self, method: str, *, seed: int = 0, batch_size: int = 64, **options: Any) -> Adapter:
-        """Return a copy of the model that a method has wrapped, with its tuned options and statistics."""
+        """Return a wrapped copy of the model, with the tuned options and the statistics of a method."""
         chosen = {**self.options(method, batch_size), **options}
         known = self.statistics_for(method, chosen)
         how: dict[str, Any] = {} if self.preprocess is None else {"mean": self.preprocess.mean, "std": self.preprocess.std}
@@ -87,20 +89,20 @@ def open_testbed(
     """Open a source model and data for it.
 
     Args:
-        model: A model, "bundled", a name of timm's with its tag, or a file of `acclimate train-source`.
-        data: A data set's name (`acclimate data list`), an opened one, or domains.
-        root: The data set's folder.
-        selection: Which part of the data set.
-        weights: A local file with weights for a name of timm's.
-        model_name: What to call the model in results.
-        mean: How images are normalised, for a model that does not say it itself.
-        std: The standard deviations of that normalisation.
-        processor: Instead of mean and std: a transformers image processor, or torchvision weights.
-        source_statistics: Statistics of the source data, or their file, or several such. Default: those that belong to the
-            model, which the bundled one has.
-        needed: Kinds of source statistics that will be needed; None for all. Others are not read from the disk.
-        tuned: Take the options that were tuned for the model, which the bundled one has.
-        device: Where to put the model; default: a GPU if there is one.
+        model: A model, "bundled", the name of a timm model with its tag, or a file of `acclimate train-source`.
+        data: The name of a data set (`acclimate data list`), an opened data set, or domains.
+        root: The folder of the data set.
+        selection: The part of the data set to open.
+        weights: A local file with weights of a timm model.
+        model_name: The name of the model in results.
+        mean: The mean of the normalisation, for a model whose configuration does not contain it.
+        std: The standard deviation of the normalisation, for a model whose configuration does not contain it.
+        processor: A transformers image processor, or torchvision weights, instead of `mean` and `std`.
+        source_statistics: One or several source statistics, or their files. Default: those of the model, which only the
+            bundled model has.
+        needed: The kinds of source statistics that will be needed; None for all. Others are not read from the disk.
+        tuned: Whether to use the options that were tuned for the model, which only the bundled model has.
+        device: The device of the model. Default: a GPU if there is one.
     """
     if processor is not None:
         if mean is not None or std is not None:
@@ -121,11 +123,11 @@ def open_testbed(
 
 
 def _given(model: nn.Module) -> SourceModel:
-    """Return a model that is given as itself."""
+    """Return a source model for a model that is given as an object."""
     return SourceModel(type(model).__name__, lambda: model)
 
 
 def opened_statistics(given: Statistics | Sequence[Statistics] | None) -> list[SourceStatistics]:
-    """Return statistics, one or several, that are given as themselves or by their files."""
+    """Return a list of statistics, which may be given as objects or as files."""
     each = [given] if isinstance(given, (SourceStatistics, str, os.PathLike)) else given or []
     return [SourceStatistics.opened(statistics) for statistics in each]
