@@ -1,7 +1,8 @@
-"""The command line. It imports torch only once a command needs it, so that help is immediate.
+"""The command line.
 
-Every file of this folder whose name does not begin with an underscore is a command: it has a function `add`, which adds its
-parser, and a number `POSITION`, its place in the list of commands.
+torch is imported only when a command needs it, so that help is printed without delay. Every file of this folder whose name
+does not begin with an underscore is a command. It has a function `add`, which adds the parser of the command, and a number
+`POSITION`, its position in the list of commands.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ in Python:
 
 
 def command_modules() -> list[ModuleType]:
-    """Return the modules of all commands, in the order of the list."""
+    """Return the modules of all commands, in the order of the list of commands."""
     found = [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
     return sorted((import_module(f"{__name__}.{name}") for name in found), key=lambda module: module.POSITION)
 
@@ -57,7 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code."""
     given = build_parser().parse_args(arguments)
-    # threads of OpenMP that spin while they wait are no faster alone, and many times slower beside other work
+    # Threads of OpenMP that wait actively are no faster, and much slower if other processes need the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         return given.run(given) or 0

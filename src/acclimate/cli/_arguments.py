@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and how their text is read."""
+"""Arguments that several commands share, and functions that parse their text."""
 
 from __future__ import annotations
 
@@ -33,39 +33,41 @@ def add_model(group: Group, default: str | None = "bundled") -> None:
         help="bundled, timm's name with its tag, or a file of train-source; default: %(default)s",
     )
     group.add_argument("--weights", metavar="FILE", help="local weights of a timm model, instead of a download")
-    group.add_argument("--mean", metavar="LIST", help="normalisation, for a model that does not say its own: 0.5,0.5,0.5")
-    group.add_argument("--std", metavar="LIST", help="standard deviations of that normalisation")
+    group.add_argument(
+        "--mean", metavar="LIST", help="mean of the normalisation, if the model does not contain it: 0.5,0.5,0.5"
+    )
+    group.add_argument("--std", metavar="LIST", help="standard deviation of the normalisation, in the same form")
 
 
 def add_data(group: Group) -> None:
-    """Add the arguments that choose data, and a part of it."""
+    """Add the arguments that choose a data set."""
     group.add_argument(
         "--data", default="bundled", metavar="NAME", help="a name in `acclimate data list`; default: %(default)s"
     )
-    group.add_argument("--root", metavar="DIR", help="where the data set is")
+    group.add_argument("--root", metavar="DIR", help="the folder of the data set")
     group.add_argument("--partial", action="store_true", help="take a data set that is not complete")
 
 
-def add_selection(group: Group, *, images: str = "of each domain; default: all, of the bundled ones 2000") -> None:
+def add_selection(group: Group, *, images: str = "images of each domain; default: all, of the bundled ones 2000") -> None:
     """Add the arguments that choose domains and images of the data."""
     group.add_argument(
         "--corruptions",
         metavar="LIST",
-        help="default: all 15, of the bundled images one of each group; clean shows none",
+        help="default: all 15, of the bundled images one of each group; clean: no corruption",
     )
     group.add_argument("--severities", "--severity", metavar="LIST", help="1 to 5; default: 5, of the bundled images 2")
-    group.add_argument("--domains", metavar="LIST", help="of Office-Home; default: all")
+    group.add_argument("--domains", metavar="LIST", help="domains of Office-Home; default: all")
     group.add_argument("--images", type=int, metavar="N", help=images)
     group.add_argument(
         "--constants",
         metavar="WHOSE",
-        help="how strong a severity made on the fly is: imagenet-c or cifar-10-c; default: by size, for the bundled images "
+        help="strengths of corruptions made on the fly: imagenet-c or cifar-10-c; default: by size, for the bundled images "
         "imagenet-c",
     )
 
 
 def selection(given: argparse.Namespace) -> Selection:
-    """Return the part of the data that was asked for."""
+    """Return the part of the data that the arguments select."""
     from ..data.catalog import Selection
 
     def chosen(name: str) -> Any:
@@ -82,7 +84,7 @@ def selection(given: argparse.Namespace) -> Selection:
 
 
 def open_given(given: argparse.Namespace, needed: Collection[str] | None = None) -> Testbed:
-    """Open the model and the data that were asked for."""
+    """Open the model and the data that the arguments name."""
     from ..evaluation.testbed import open_testbed
 
     return open_testbed(
@@ -105,7 +107,7 @@ def split(text: str | None) -> list[str]:
 
 
 def names(option: str, text: str) -> list[str]:
-    """Return the words of a list that has something in it, and nothing twice."""
+    """Return the words of a list that must not be empty and must not contain a word twice."""
     from ..errors import ConfigError
 
     found = split(text)
@@ -126,7 +128,7 @@ def integers(option: str, text: str) -> list[int]:
 
 
 def floats(option: str, text: str) -> list[float]:
-    """Return a list of numbers, in which one may be there several times."""
+    """Return a list of numbers, which may contain a number several times."""
     from ..errors import ConfigError
 
     try:
@@ -136,7 +138,7 @@ def floats(option: str, text: str) -> list[float]:
 
 
 def methods(text: str) -> list[Any]:
-    """Return methods with or without options, and Python files of methods: `dct,dct:generator=False:lr=0.01,mine.py`."""
+    """Return methods, with or without options, and files of methods: `dct,dct:generator=False:lr=0.01,mine.py`."""
     import ast
 
     from ..core.registry import read_file
@@ -152,7 +154,7 @@ def methods(text: str) -> list[Any]:
             try:
                 values[option] = ast.literal_eval(value)
             except (ValueError, SyntaxError):
-                values[option] = value  # a word
+                values[option] = value  # text without quotes
         for each in read_file(name) if name.endswith(".py") else [name]:
             chosen.append((each, values) if values else each)
     return chosen

@@ -1,4 +1,4 @@
-"""`acclimate analyze`."""
+"""The command `acclimate analyze`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Each figure is written as PNG, as SVG, and as CSV with its numbers.
 
 
 def add(commands: Commands) -> None:
-    """Add the command. Its figures are added when it is used: finding them imports torch."""
+    """Add the command to the parser. Its figures are added when it is used, because finding them imports torch."""
     analyze = new_command(
         commands,
         "analyze",
@@ -58,7 +58,7 @@ def _add_figures(analyze: argparse.ArgumentParser) -> None:
         what = figure.add_argument_group("what")
         add_model(what)
         add_data(what)
-        what.add_argument("--images", type=int, metavar="N", help="of each domain; default: at most 512")
+        what.add_argument("--images", type=int, metavar="N", help="images of each domain; default: at most 512")
         if any(kind.clean for kind in chosen):
             what.add_argument("--clean", metavar="DIR", help="clean images for ImageNet-C, which has none: <wnid>/*.JPEG")
         how = figure.add_argument_group("how")
@@ -71,7 +71,7 @@ def _add_figures(analyze: argparse.ArgumentParser) -> None:
 
 
 def _default(name: str, kinds: Sequence[FigureKind]) -> str:
-    """Return the default of an argument in words; where figures have several, those of each."""
+    """Return the default of an argument in words, for each figure if the defaults differ."""
     found: dict[str, list[str]] = {}
     for kind in kinds:
         for argument in kind.arguments:
@@ -96,13 +96,13 @@ def _analyze(given: argparse.Namespace, kinds: Sequence[FigureKind]) -> None:
 
 
 def _value(given: argparse.Namespace, argument: Argument) -> Any:
-    """Return what was given for an argument of a figure, or else the figure's own default."""
+    """Return the given value of an argument of a figure, or the figure's own default."""
     value = getattr(given, argument.name)
     return argument.default if value is None else value
 
 
 def _opened(given: argparse.Namespace, kinds: Sequence[FigureKind]) -> Subject:
-    """Open the model, and of the data one corruption that is needed; others are opened when a figure asks for them."""
+    """Open the model and one corruption of the data. Other corruptions are opened when a figure needs them."""
     from pathlib import Path
 
     from rich.console import Console
@@ -120,7 +120,7 @@ def _opened(given: argparse.Namespace, kinds: Sequence[FigureKind]) -> Subject:
 
 
 def _any_folder(given: argparse.Namespace) -> Testbed:
-    """Open a folder of images whose classes, if it has any, need not be the model's."""
+    """Open a folder of images whose classes, if it has any, may differ from those of the model."""
     from pathlib import Path
 
     from ..analysis.subject import with_folder

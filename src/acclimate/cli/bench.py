@@ -1,4 +1,4 @@
-"""`acclimate bench`."""
+"""The command `acclimate bench`."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _bench(given: argparse.Namespace) -> None:
 
 
 def _say_tuned(model: str, used: list[str], console: Console) -> None:
-    """Say which methods had options that were tuned for the model, if any were."""
+    """Print which methods had options that were tuned for the model, if any had."""
     from ..models.loading import source_model
 
     chosen = source_model(model).options(64, True)

@@ -1,4 +1,4 @@
-"""`acclimate check`."""
+"""The command `acclimate check`."""
 
 from __future__ import annotations
 

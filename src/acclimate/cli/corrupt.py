@@ -1,4 +1,4 @@
-"""`acclimate corrupt`."""
+"""The command `acclimate corrupt`."""
 
 from __future__ import annotations
 
@@ -44,9 +44,11 @@ def add(commands: Commands) -> None:
         "--constants", metavar="WHOSE", help="imagenet-c or cifar-10-c; default: by size, the latter up to 64 pixels"
     )
     corrupt.add_argument(
-        "--frost", metavar="DIR", help="a folder with ImageNet-C's photographs of ice; default: ice of our own"
+        "--frost", metavar="DIR", help="a folder with ImageNet-C's photographs of ice; default: generated ice"
     )
-    corrupt.add_argument("--quality", type=int, default=85, metavar="1..100", help="of the JPEG files; default: %(default)s")
+    corrupt.add_argument(
+        "--quality", type=int, default=85, metavar="1..100", help="quality of the JPEG files; default: %(default)s"
+    )
     corrupt.add_argument("--skip-unreadable", action="store_true", help="leave out damaged images instead of refusing")
     corrupt.add_argument("--workers", type=int, metavar="N", help="threads; default: one per processor")
     corrupt.add_argument("--sheet", metavar="FILE", help="write one page with all corruptions of the image IN")

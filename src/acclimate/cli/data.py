@@ -1,4 +1,4 @@
-"""`acclimate data`."""
+"""The command `acclimate data`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`acclimate dda`."""
+"""The command `acclimate dda`."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ def add(commands: Commands) -> None:
     dda.add_argument(
         "--denoiser", required=True, metavar="FILE", help="weights of the diffusion model, *.pt or *.safetensors"
     )
-    dda.add_argument("--steps", type=int, default=100, metavar="N", help="of the schedule; default: %(default)s")
+    dda.add_argument("--steps", type=int, default=100, metavar="N", help="steps of the schedule; default: %(default)s")
     dda.add_argument("--start", type=int, default=50, metavar="N", help="steps of noise; default: %(default)s")
-    dda.add_argument("--factor", type=int, default=4, metavar="N", help="of the low-pass filter; default: %(default)s")
-    dda.add_argument("--scale", type=float, default=6.0, metavar="X", help="of the guidance; default: %(default)s")
+    dda.add_argument(
+        "--factor", type=int, default=4, metavar="N", help="factor of the low-pass filter; default: %(default)s"
+    )
+    dda.add_argument("--scale", type=float, default=6.0, metavar="X", help="scale of the guidance; default: %(default)s")
     dda.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     dda.add_argument("--batch-size", type=int, default=4, metavar="N", help="images at a time; default: %(default)s")
     dda.add_argument("--skip-unreadable", action="store_true", help="leave out damaged images instead of stopping")

@@ -1,4 +1,4 @@
-"""`acclimate inspect`."""
+"""The command `acclimate inspect`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`acclimate methods`."""
+"""The command `acclimate methods`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`acclimate paper`."""
+"""The command `acclimate paper`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EATA, CFA and DePT-G are left out without --source-statistics, DDA without --den
 
 
 def add(commands: Commands) -> None:
-    """Add the command."""
+    """Add the command to the parser."""
     paper = new_command(
         commands,
         "paper",
@@ -35,7 +35,7 @@ def add(commands: Commands) -> None:
         epilog=EPILOG,
     )
     paper.add_argument("name", nargs="?", metavar="NAME", help="run this one; without, list them")
-    paper.add_argument("--root", metavar="DIR", help="where the experiment's data set is")
+    paper.add_argument("--root", metavar="DIR", help="the folder of the data set of the experiment")
     paper.add_argument("--scale", default="full", choices=["full", "small"], help="small: the bundled model and images")
     paper.add_argument("--dry-run", action="store_true", help="print the grid of runs, and run nothing")
     paper.add_argument("--source-models", metavar="DIR", help="for Office-Home: what train-source wrote, one file a domain")
@@ -120,7 +120,7 @@ def _list(console: Console) -> None:
 
 
 def _plan(console: Console, experiment: Experiment, scale: str) -> None:
-    """Print what would be run at a scale."""
+    """Print the runs of an experiment at a scale."""
     from ..papers.dct.experiments import SEEDS, small_grid, small_images
 
     small = scale == "small"

@@ -1,4 +1,4 @@
-"""`acclimate replay`."""
+"""The command `acclimate replay`."""
 
 from __future__ import annotations
 

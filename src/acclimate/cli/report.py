@@ -1,4 +1,4 @@
-"""`acclimate report`."""
+"""The command `acclimate report`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ protocol. Figures are those that `acclimate analyze` wrote; those of another mod
 
 
 def add(commands: Commands) -> None:
-    """Add the command."""
+    """Add the command to the parser."""
     report = new_command(
         commands,
         "report",
@@ -62,7 +62,7 @@ def _report(given: argparse.Namespace) -> None:
 
 
 def _of_model(saved: list[SavedFigure], grid: Grid) -> list[SavedFigure]:
-    """Return the figures that are of the model of the runs, and print which are of another one."""
+    """Return the figures of the model of the runs, and print which ones belong to another model."""
     models = [outcome.spec.model for outcome in grid.outcomes]
     kept = []
     for figure in saved:

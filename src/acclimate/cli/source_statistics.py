@@ -1,4 +1,4 @@
-"""`acclimate source-statistics`."""
+"""The command `acclimate source-statistics`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _compute(given: argparse.Namespace) -> None:
 
     require_whole(1, images=given.images, batch_size=given.batch_size)
     kinds = names("kinds", given.kinds)
-    images, given.images = given.images, None  # as many as there are, at most so many
+    images, given.images = given.images, None  # open all images: the limit applies to the random choice below
     given.corruptions = "clean" if given.data == "bundled" else None
     testbed = open_given(given, needed=())
     batches = _batches(testbed, images, given.batch_size)
@@ -72,7 +72,7 @@ def _compute(given: argparse.Namespace) -> None:
 
 
 def _batches(testbed: Testbed, images: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield images drawn at random, always the same ones, with the columns of the head that their labels stand for."""
+    """Yield images drawn at random, always the same ones, with the columns of the head that are their labels."""
     import torch
 
     from ..data.domains import Subset

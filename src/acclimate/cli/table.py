@@ -1,4 +1,4 @@
-"""`acclimate table`."""
+"""The command `acclimate table`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ severity or another setting.
 
 
 def add(commands: Commands) -> None:
-    """Add the command."""
+    """Add the command to the parser."""
     table = new_command(
         commands,
         "table",
@@ -44,7 +44,7 @@ def add(commands: Commands) -> None:
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that choose finished runs, and how they are shown."""
+    """Add the arguments that choose finished runs, and how to show them."""
     parser.add_argument("runs", nargs="+", metavar="DIR", help="folders of `acclimate bench --out`, or of single runs")
     parser.add_argument("--methods", metavar="LIST", help="only these, in this order")
     parser.add_argument(
@@ -61,7 +61,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_runs(given: argparse.Namespace) -> Results:
-    """Return the finished runs that were asked for, in the order of a table."""
+    """Return the finished runs that the arguments select, in the order of a table."""
     from ..errors import ConfigError
     from ..evaluation.results import Results
     from ..evaluation.store import Store
@@ -87,7 +87,7 @@ def chosen_runs(given: argparse.Namespace) -> Results:
 
 
 def only_grid(grids: dict[str, Grid]) -> Grid:
-    """Return the grid, if there is one alone."""
+    """Return the only grid, and raise an error if there are several."""
     from ..errors import ConfigError
 
     if len(grids) > 1:
@@ -96,7 +96,7 @@ def only_grid(grids: dict[str, Grid]) -> Grid:
 
 
 def fitted_paper(given: argparse.Namespace, grid: Grid) -> PublishedTable | None:
-    """Return the paper's table that was asked for, as it can stand beside these runs, and say in what it is another."""
+    """Return the chosen published table, fitted to these runs, and print in what it differs from them."""
     from ..papers.dct.reported import reported
 
     if given.paper is None:

@@ -1,4 +1,4 @@
-"""`acclimate train-prompts`."""
+"""The command `acclimate train-prompts`."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def add(commands: Commands) -> None:
     how.add_argument("--epochs", type=int, metavar="N", help="default: 5")
     how.add_argument("--batch-size", type=int, metavar="N", help="default: 128")
     how.add_argument("--lr", type=float, metavar="X", help="highest learning rate; default: 0.005")
-    how.add_argument("--stages", type=int, metavar="N", help="of the model's blocks; default: 4")
-    how.add_argument("--prompts", type=int, metavar="N", help="of each stage; default: 50")
+    how.add_argument("--stages", type=int, metavar="N", help="groups of the model's blocks; default: 4")
+    how.add_argument("--prompts", type=int, metavar="N", help="prompts of each stage; default: 50")
     how.add_argument("--hidden", type=int, metavar="N", help="width of the hidden layer of a DINO head; default: 2048")
     how.add_argument("--bottleneck", type=int, metavar="N", help="width of its second layer; default: 256")
-    how.add_argument("--outputs", type=int, metavar="N", help="of a DINO head; default: 2048")
+    how.add_argument("--outputs", type=int, metavar="N", help="outputs of a DINO head; default: 2048")
     how.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
 
     where = train.add_argument_group("where")

@@ -1,4 +1,4 @@
-"""`acclimate train-source`."""
+"""The command `acclimate train-source`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def add(commands: Commands) -> None:
     )
     how.add_argument("--batch-size", type=int, metavar="N", help="default: 64")
     how.add_argument("--head-lr", type=float, metavar="X", help="highest learning rate of the new head; default: 0.01")
-    how.add_argument("--backbone-lr", type=float, metavar="X", help="the same of the rest; default: 0.001")
+    how.add_argument(
+        "--backbone-lr", type=float, metavar="X", help="highest learning rate of all other weights; default: 0.001"
+    )
     how.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     how.add_argument("--autocast", action="store_true", help="compute in bfloat16: faster on a GPU, other weights")
 
