@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import acclimate
-from acclimate.core.registry import find
+from acclimate.core.registry import find_method
 from acclimate.data import bundled
 from acclimate.data.disk import Files
 from acclimate.data.domains import Corrupted
@@ -69,7 +69,7 @@ def overhead(method: str, batch_size: int, count: int) -> tuple[float, float]:
     """Seconds inside of the adapter, and of the whole run with its records and its result."""
     clean = Corrupted(bundled.images().sample(count), mean=bundled.MEAN, std=bundled.STD)
     stream, model = Stream(clean, batch_size=batch_size), bundled.model()
-    job = Job(specify(stream, method, {}, model=describe(model, "bundled")), stream, find(method))
+    job = Job(specify(stream, method, {}, model=describe(model, "bundled")), stream, find_method(method))
     with tempfile.TemporaryDirectory() as folder:
         carry_on(model, Job(job.spec, Stream(clean, batch_size=count), job.method), Store(Path(folder) / "warm"), Protocol())
         start = time.perf_counter()

@@ -20,8 +20,8 @@ from rich.progress import track
 from rich.table import Table
 
 import acclimate
-from acclimate.core.registry import find
-from acclimate.core.statistics import fitting
+from acclimate.core.registry import find_method
+from acclimate.core.statistics import choose_statistics
 from acclimate.data import bundled
 from acclimate.data.domains import Corrupted
 from acclimate.data.streams import Stream
@@ -50,8 +50,8 @@ def main() -> None:
 
 
 def measured(name: str, batches: list[torch.Tensor]) -> list[str]:
-    needs = find(name).info.needs
-    source = fitting(bundled.source_statistics(), needs) if needs else None
+    needs = find_method(name).info.needs
+    source = choose_statistics(bundled.source_statistics(), needs) if needs else None
     cost = measure(bundled.model(), name, batches, options=bundled.ASSETS.get(name), source_statistics=source)
     each = 1000 * cost.seconds / len(batches[1])
     memory = "" if cost.peak_mib is None else f"{cost.peak_mib:.0f}"

@@ -88,7 +88,7 @@ def test_methods_command(capsys):
 
 @pytest.mark.parametrize("name", acclimate.list_methods())
 def test_every_option_is_documented(name):
-    cls = registry.find(name)
+    cls = registry.find_method(name)
     for option in cls.options():
         assert re.search(rf"^ +{option}: ", cls.__doc__, re.M), f"{name}: {option}"
 

@@ -69,7 +69,7 @@ def test_a_method_is_one_file(package):
 
 
 def test_a_method_in_a_file_is_found_by_name_and_by_file(method_file):
-    assert registry.find(str(method_file)).name == "mine-in-a-file" == registry.find("mine-in-a-file").name
+    assert registry.find_method(str(method_file)).name == "mine-in-a-file" == registry.find_method("mine-in-a-file").name
     model = acclimate.adapt(tiny_vit(), str(method_file), sharpness=2.0)
     images = tiny_batches(1)[0]
     torch.testing.assert_close(model(images), 2 * acclimate.adapt(tiny_vit(), "source")(images))

@@ -57,13 +57,13 @@ def require_whole(least: int, **options: object) -> None:
             raise ConfigError(f"{name}={value!r}: give a whole number of {least} or more.")
 
 
-def nearest(name: str, known: Iterable[str], cutoff: float) -> str:
+def suggest(name: str, known: Iterable[str], cutoff: float) -> str:
     """Return a hint at the known name that is closest to an unknown one, or an empty string if none is close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def some(items: Iterable[str], separator: str = ", ", most: int = 5) -> str:
+def shorten_list(items: Iterable[str], separator: str = ", ", most: int = 5) -> str:
     """Join the first `most` distinct items, and say how many more there are."""
     each = list(dict.fromkeys(items))
     return separator.join(each[:most]) + (f" and {len(each) - most} more" if len(each) > most else "")

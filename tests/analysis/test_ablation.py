@@ -12,7 +12,7 @@ import acclimate
 from acclimate.analysis import ablation
 from acclimate.analysis.subject import Subject
 from acclimate.core.engine import entropy
-from acclimate.core.registry import create
+from acclimate.core.registry import create_method
 from acclimate.evaluation.testbed import Testbed, open_testbed
 from acclimate.testing.check import SIZES, tiny_batches, tiny_vit
 
@@ -45,10 +45,10 @@ def test_an_ablation_changes_one_thing_of_the_tuned_method(options):
     bundled = open_testbed()
     groups = ablation.parts(Subject(Testbed(bundled.model, "bundled", bundled.data, lambda size: {"dct": options})))
     assert list(groups["blocks"]) == [f"first {n} of 12 blocks" for n in (3, 6, 9, 12)]
-    base = create("dct", options).config
+    base = create_method("dct", options).config
     same = set()
     for name, (method, given) in [pair for group in groups.values() for pair in group.items() if pair[1][0] == "dct"]:
-        config = create(method, given).config
+        config = create_method(method, given).config
         different = [key for key in base if config[key] != base[key]]
         assert len(different) <= 1, name
         if not different:

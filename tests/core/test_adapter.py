@@ -12,7 +12,7 @@ from torch import nn
 import acclimate
 from acclimate.core.engine import entropy
 from acclimate.errors import ConfigError, InputError, ModelError, NonFiniteError, StateError
-from acclimate.testing.check import same, tiny_batches, tiny_vit
+from acclimate.testing.check import assert_identical, tiny_batches, tiny_vit
 from support import SINGLE, assert_exact, double_batches, double_vit
 
 
@@ -37,7 +37,7 @@ def test_bad_images_are_refused_and_nothing_changes(images, message, batches):
         model(images)
     with pytest.raises(InputError, match=message), model.frozen():
         model(images)
-    same(model.state.capture(), before, "after bad images")
+    assert_identical(model.state.capture(), before, "after bad images")
     assert model.record is record
 
 
@@ -71,7 +71,7 @@ def test_bad_arguments_leave_the_model_untouched(arguments, message):
     with pytest.raises(ConfigError, match=message):
         acclimate.adapt(model, **arguments)
     assert dict(model.named_modules()) == modules
-    same(dict(model.state_dict()), weights, "after a bad argument")
+    assert_identical(dict(model.state_dict()), weights, "after a bad argument")
     assert model.training and all(p.requires_grad for p in model.parameters())
     acclimate.adapt(model, "dct")  # not marked as wrapped
 
@@ -138,7 +138,7 @@ def test_rollback_needs_a_snapshot_of_this_adapter(batches):
     before = model.state.capture()
     with pytest.raises(StateError, match="does not fit"):
         model.rollback(acclimate.adapt(tiny_vit(), "tent").snapshot())
-    same(model.state.capture(), before, "after a foreign snapshot")
+    assert_identical(model.state.capture(), before, "after a foreign snapshot")
     assert "step 0" in repr(first)
 
 
@@ -169,7 +169,7 @@ def test_an_error_inside_a_step_leaves_the_state_as_it_was(batches, monkeypatch)
         with monkeypatch.context() as patch, pytest.raises(NonFiniteError):
             patch.setattr(model.engine, "gradient", failing)
             model(batches[3])
-        same(model.state.capture(), before, "after an error")
+        assert_identical(model.state.capture(), before, "after an error")
         assert all(p.grad is None for p in model.engine.adapted.tensors)
 
 
@@ -202,7 +202,7 @@ def test_threads_take_their_steps_one_after_another():
     alone = acclimate.adapt(tiny_vit(), "dct", lr=0.01)
     for i in order:
         assert torch.equal(alone(batches[i]), results[i])
-    same(alone.state.capture(), model.state.capture(), "threads")
+    assert_identical(alone.state.capture(), model.state.capture(), "threads")
 
 
 def test_frozen_holds_for_one_thread_only(batches):
@@ -224,7 +224,7 @@ def test_deepcopy_is_independent(batches):
     assert int(model.steps) == 1
     for images, logits in zip(batches[1:], expected):
         assert torch.equal(model(images), logits)
-    same(twin.state.capture(), model.state.capture(), "deepcopy")
+    assert_identical(twin.state.capture(), model.state.capture(), "deepcopy")
     with pytest.raises(ModelError, match="wrapped already"):
         acclimate.adapt(twin.model, "tent")
 
@@ -293,7 +293,7 @@ def test_a_failing_pass_after_the_update_undoes_it(batches, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         patch.setattr(model.engine, "predict", fail)
         model(batches[1])
-    same(model.state.capture(), before, "after a failed pass")
+    assert_identical(model.state.capture(), before, "after a failed pass")
 
 
 def test_samples_that_interact_take_part_in_the_second_pass():
@@ -326,7 +326,7 @@ def test_samples_that_interact_take_part_in_the_second_pass():
 
 
 def test_an_unregistered_subclass_is_not_saved_under_its_parents_name(batches, tmp_path):
-    class Mine(acclimate.core.registry.find("dct")):
+    class Mine(acclimate.core.registry.find_method("dct")):
         pass
 
     with pytest.raises(StateError, match="Mine is not registered"):
@@ -359,7 +359,7 @@ def test_batchnorm_in_training_mode_is_evaluated(batches):
     alone = torch.cat([source(image[None]) for image in batches[0]])
     adapter = acclimate.adapt(model.train(), "tent")
     assert_exact(adapter(batches[0]), alone)
-    same(dict(adapter.unwrap().named_buffers()), statistics, "running statistics")
+    assert_identical(dict(adapter.unwrap().named_buffers()), statistics, "running statistics")
     assert model.training
 
 

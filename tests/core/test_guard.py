@@ -7,7 +7,7 @@ import torch
 
 import acclimate
 from acclimate.errors import ConfigError, NonFiniteError
-from acclimate.testing.check import same, tiny_batches, tiny_vit
+from acclimate.testing.check import assert_identical, tiny_batches, tiny_vit
 
 TINTS = 2 * torch.randn(40, 16, 3, 1, 1, generator=torch.Generator().manual_seed(0))
 BATCHES = [images + tint for images, tint in zip(tiny_batches(40, 16, seed=11), TINTS)]  # predicted as all kinds of classes
@@ -112,11 +112,11 @@ def test_the_good_snapshot_is_saved_and_loaded(tmp_path):
     events(model, BATCHES[:10])
     model.save(tmp_path / "s.safetensors")
     loaded = acclimate.load(tmp_path / "s.safetensors", tiny_vit())
-    same(loaded._good, model._good, "good snapshot")
+    assert_identical(loaded._good, model._good, "good snapshot")
     for run in (model, loaded):
         collapse(run)
         assert events(run, BATCHES[10:20]) == ["rolled back: the predictions collapsed"]
-    same(loaded.state.capture(), model.state.capture(), "after the rollback")
+    assert_identical(loaded.state.capture(), model.state.capture(), "after the rollback")
 
 
 def test_batches_of_one_gather_answers_before_a_verdict():
@@ -162,7 +162,7 @@ def test_few_classes_are_suspect_and_many_are_good(num_classes, spread, suspect,
     guard.observe(torch.nn.functional.one_hot(torch.arange(256) % spread, num_classes).float())
     assert guard.effective_classes() == pytest.approx(spread, rel=0.1)
     assert guard.suspects(num_classes) is suspect
-    assert guard.good(num_classes) is good
+    assert guard.snapshot_due(num_classes) is good
 
 
 def test_a_window_that_ends_in_a_collapse_is_not_good():
@@ -170,7 +170,7 @@ def test_a_window_that_ends_in_a_collapse_is_not_good():
     classes = torch.cat([torch.arange(192) % 10, torch.zeros(64, dtype=torch.long)])
     guard.observe(torch.nn.functional.one_hot(classes).float())
     assert not guard.suspects(10)
-    assert not guard.good(10)
+    assert not guard.snapshot_due(10)
 
 
 def test_a_rollback_by_the_guard_keeps_the_learning_rate():

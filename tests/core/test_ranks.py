@@ -22,7 +22,7 @@ from torch import nn
 import acclimate
 from acclimate.core import statefile
 from acclimate.core.engine import entropy
-from acclimate.testing.check import same, tiny_batches, tiny_vit
+from acclimate.testing.check import assert_identical, tiny_batches, tiny_vit
 from support import EXACT, SINGLE, assert_exact, child_environment, double_batches, double_vit, rounding
 
 CUTS = (4, 1, 6, 3, 0)  # rank 0 takes so many of a batch of six, rank 1 the rest
@@ -418,7 +418,7 @@ def pair(tmp_path_factory):
 
 def require_one_run(ranks, alone):
     """Two ranks, bit for bit alike, have made the run of a single process."""
-    same(ranks[0]["state"], ranks[1]["state"], "ranks")
+    assert_identical(ranks[0]["state"], ranks[1]["state"], "ranks")
     assert ranks[0]["records"] == ranks[1]["records"]
     for name, expected in alone["state"].items():
         assert_exact(ranks[0]["state"][name], expected, name)
@@ -451,7 +451,7 @@ def test_two_ranks_remember_and_compare_as_one_process(pair, name):
 
 def test_in_float32_two_ranks_differ_from_one_process_by_rounding_alone(pair):
     ranks, alone, exact = pair("single_precision"), single_precision(0, None), dct(0, None)
-    same(ranks[0]["state"], ranks[1]["state"], "ranks")
+    assert_identical(ranks[0]["state"], ranks[1]["state"], "ranks")
     tolerance = rounding(alone["logits"], exact["logits"])
     for *shares, expected in zip(ranks[0]["logits"], ranks[1]["logits"], alone["logits"]):
         torch.testing.assert_close(torch.cat(shares), expected, atol=tolerance, rtol=0)
@@ -502,7 +502,7 @@ def test_an_update_that_is_not_finite_on_one_rank_is_made_by_none(pair, guarded)
         assert rank[f"event, {which}"] == (f"skipped: {problem}" if guarded else None)
         assert rank[f"unchanged, {which}"]
     after = [rank[f"after, {which}"] for rank in ranks]
-    same(after[0]["state"], after[1]["state"], "after")
+    assert_identical(after[0]["state"], after[1]["state"], "after")
     model = acclimate.adapt(double_vit(), "sar", **OPTIONS["sar"])
     alone = go(model, tiny_batches(2))
     for name in model.engine.adapted.named:
@@ -542,7 +542,7 @@ def test_ranks_that_differ_are_not_wrapped(pair):
     ):
         assert error.startswith(words)
     assert all(rank["given back"] for rank in ranks)
-    same(ranks[0]["after"]["state"], ranks[1]["after"]["state"], "wrapped after that")
+    assert_identical(ranks[0]["after"]["state"], ranks[1]["after"]["state"], "wrapped after that")
 
 
 def test_ranks_that_went_different_ways_are_told(pair):
@@ -569,24 +569,24 @@ def test_a_method_that_fails_on_one_rank_changes_no_rank(pair, late):
         "OSError: the disk is full",
     ]
     assert all(rank["unchanged"] for rank in ranks)
-    same(ranks[0]["state"], ranks[1]["state"], "after that")
+    assert_identical(ranks[0]["state"], ranks[1]["state"], "after that")
 
 
 def test_any_rank_may_save_and_any_number_may_go_on(pair):
     ranks = pair("files")
     assert [rank["error"].partition("none")[0] for rank in ranks] == [f"StateError: On rank 0: {pair.folder}/"] * 2
     (first, header), (second, other) = (statefile.read(pair.folder / f"{rank}.safetensors") for rank in (0, 1))
-    same(first, second, "files")
+    assert_identical(first, second, "files")
     assert header == other and "group" not in header["options"]
     for rank in ranks:
-        same(rank["loaded"]["state"], rank["kept"]["state"], "loaded")
+        assert_identical(rank["loaded"]["state"], rank["kept"]["state"], "loaded")
     alone = acclimate.load(pair.folder / "shared.safetensors", double_vit())
     require_one_run([rank["loaded"] for rank in ranks], go(alone, tiny_batches(2, seed=5)))
 
 
 def test_a_copy_stays_in_the_group_and_is_not_pickled(pair):
     for number, rank in enumerate(pair("copies")):
-        same(rank["copy"]["state"], rank["original"]["state"], "copy")
+        assert_identical(rank["copy"]["state"], rank["original"]["state"], "copy")
         assert rank["steps"] == 1
         assert rank["pickle"].startswith("StateError: An adapter with a process group cannot be pickled")
         assert rank["repr"].endswith(f"step 3; rank {number} of 2)")

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import acclimate
-from acclimate.core.registry import find
-from acclimate.testing.check import same, tiny_batches
+from acclimate.core.registry import find_method
+from acclimate.testing.check import assert_identical, tiny_batches
 from support import assert_exact, child_environment, double_vit
 
 CUTS = (4, 1, 6, 3)  # rank 0 takes so many of a batch of six, rank 1 the rest
@@ -22,7 +22,7 @@ METHODS = {
     "cmf": dict(lr=0.01, q=1.0),
     "rotta": dict(memory=8, every=8, lr=0.01, nu=0.3),
     "adacontrast": dict(lr=0.01, queue=16, neighbours=3, refine_after=8),
-    "dept-g": dict(find("dept-g").info.quick, steps=2),
+    "dept-g": dict(find_method("dept-g").info.quick, steps=2),
     "dda": dict(denoiser="gaussian", steps=10, start=3, scale=60.0, reference=True),
 }
 
@@ -60,7 +60,7 @@ def test_two_ranks_are_one_process(pair, name):
     assert record[0] == used and (record[1] is None) == (loss is None)
     if loss is not None:
         assert_exact(record[1], loss, "loss")
-    same(mine, theirs, "ranks")
+    assert_identical(mine, theirs, "ranks")
     for key, value in state.items():
         assert_exact(mine[key], value, key)
 

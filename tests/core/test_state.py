@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 import acclimate
 from acclimate.core import statefile
 from acclimate.errors import ModelError, StateError
-from acclimate.testing.check import same, tiny_vit
+from acclimate.testing.check import assert_identical, tiny_vit
 from support import assert_exact
 
 
@@ -38,7 +38,7 @@ def test_the_header_says_what_it_is(saved):
     assert set(header["versions"]) == {"acclimate", "torch", "timm"}
     assert header["model"] == {"class": "VisionTransformer", **model.fingerprint()}
     assert not any("qkv" in name or "mlp" in name for name in tensors)  # what changed, not the backbone
-    same(tensors, {**model.state.capture(), **model.state.constants()}, "in the file")
+    assert_identical(tensors, {**model.state.capture(), **model.state.constants()}, "in the file")
 
 
 def test_the_fingerprint_is_that_of_the_source(saved):
@@ -75,7 +75,7 @@ def test_a_file_of_another_model_is_refused(saved, build, message, batches):
     before = adapter.state.capture()
     with pytest.raises(StateError, match=message):
         adapter.load(path)
-    same(adapter.state.capture(), before, "after a refused file")
+    assert_identical(adapter.state.capture(), before, "after a refused file")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_file_of_another_run_is_refused(saved, method, options, message, batch
     before = adapter.state.capture()
     with pytest.raises(StateError, match=message):
         adapter.load(path)
-    same(adapter.state.capture(), before, "after a refused file")
+    assert_identical(adapter.state.capture(), before, "after a refused file")
 
 
 def test_an_adapter_continues_from_its_own_file(saved, batches):
@@ -187,7 +187,7 @@ def test_a_flipped_bit_is_found(saved, tmp_path, percent, bit):
     # a flip in the padding or layout of the file's own index may leave the content whole
     good_tensors, good_header = statefile.read(path)
     assert header == good_header
-    same(tensors, good_tensors, "read in spite of a flipped bit")
+    assert_identical(tensors, good_tensors, "read in spite of a flipped bit")
 
 
 def test_a_failed_write_leaves_the_old_file(saved, monkeypatch):
@@ -241,7 +241,7 @@ def test_tensors_that_do_not_fit_are_refused_whole(saved, change, message):
     before = model.state.capture()
     with pytest.raises(StateError, match=message):
         model.load(path)
-    same(model.state.capture(), before, "after a refused file")
+    assert_identical(model.state.capture(), before, "after a refused file")
     fresh = tiny_vit()
     with pytest.raises(StateError, match=message):
         acclimate.load(path, fresh)

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import acclimate
 from acclimate import cli
 from acclimate.core import statefile
-from acclimate.core.registry import find
+from acclimate.core.registry import find_method
 from acclimate.core.statistics import SourceStatistics, source_statistics
 from acclimate.data import bundled
 from acclimate.errors import ConfigError, InputError, ModelError, StateError
@@ -260,8 +260,8 @@ def test_the_paper_leaves_out_what_has_no_statistics(monkeypatch, tmp_path):
     small = [
         ("source", {}),
         ("eata", {}),
-        ("dept-g", dict(find("dept-g").info.quick)),
-        ("dda", dict(find("dda").info.quick)),
+        ("dept-g", dict(find_method("dept-g").info.quick)),
+        ("dda", dict(find_method("dda").info.quick)),
     ]
     with_dda = [["source", ("dda", how)] for how in ({"denoiser": "file.pt"}, {"generated": folder})]
     assert asked == [["source"], ["source", "eata"], ["source", "eata", "dept-g"], *with_dda, small]

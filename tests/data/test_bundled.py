@@ -12,7 +12,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 import acclimate
 from acclimate.cli import main
-from acclimate.core.registry import create
+from acclimate.core.registry import create_method
 from acclimate.data import bundled
 from acclimate.data.domains import Corrupted, Images, Subset
 from acclimate.data.streams import Stream
@@ -56,7 +56,7 @@ def test_the_model_can_be_adapted_like_any_other():
 def test_the_tuned_options_exist_and_were_found_with_the_same_effort():
     assert {"tent", "sar", "dct", "t3a", "eata", "cotta"} <= set(bundled.tuned_options())
     for method, options in bundled.tuned_options().items():
-        create(method, options)
+        create_method(method, options)
     outcome = json.loads(bundled.TUNED.read_text())
     assert {len(trials) for trials in outcome["trials"].values()} == {outcome["trials_each"]}
     for method, trials in outcome["trials"].items():

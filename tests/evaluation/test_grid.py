@@ -23,7 +23,7 @@ from acclimate.errors import AcclimateError, ConfigError, StateError
 from acclimate.evaluation import jobs as work
 from acclimate.evaluation import journal as journals
 from acclimate.evaluation.grid import Execution, run_grid
-from acclimate.evaluation.journal import latest
+from acclimate.evaluation.journal import latest_record
 from acclimate.evaluation.run import run
 from acclimate.evaluation.store import Store
 from acclimate.evaluation.testbed import open_testbed
@@ -126,7 +126,7 @@ def test_a_run_that_is_killed_ends_as_if_it_had_not_been(tmp_path, whole):
         process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         steps = 0
         while process.poll() is None and steps < wanted:
-            lines = [latest(folder) for folder in tmp_path.glob("*-*")]
+            lines = [latest_record(folder) for folder in tmp_path.glob("*-*")]
             steps = sum(line["step"] for line in lines if line)
             time.sleep(0.002)
         time.sleep(draw.random() * 0.02)
@@ -161,14 +161,14 @@ def test_a_state_without_its_steps_is_refused(tmp_path, monkeypatch):
 
 
 def test_the_latest_step_is_read_while_it_is_written(tmp_path):
-    assert latest(tmp_path) is None
+    assert latest_record(tmp_path) is None
     file = tmp_path / "steps.jsonl"
     file.write_bytes(b'{"step": 1}')
-    assert latest(tmp_path) is None, "not whole yet"
+    assert latest_record(tmp_path) is None, "not whole yet"
     file.write_bytes(b'{"step": 1}\n{"st')
-    assert latest(tmp_path) == {"step": 1}
+    assert latest_record(tmp_path) == {"step": 1}
     file.write_bytes(b'{"step": 1}\n' + json.dumps({"step": 2, "nll": [0.1] * 5000}).encode() + b"\n")
-    assert latest(tmp_path)["step"] == 2
+    assert latest_record(tmp_path)["step"] == 2
 
 
 def test_two_processes_do_not_do_the_same_run_twice(tmp_path, monkeypatch, whole):

@@ -11,7 +11,7 @@ from rich.console import Console
 from acclimate.data.catalog import Selection
 from acclimate.data.streams import Stream
 from acclimate.evaluation.grid import Execution, run_grid
-from acclimate.evaluation.journal import latest
+from acclimate.evaluation.journal import latest_record
 from acclimate.evaluation.store import Store
 from acclimate.evaluation.testbed import open_testbed
 
@@ -46,7 +46,7 @@ def test_a_cluster_that_loses_a_machine_gives_the_same_results(tmp_path):
 
         def kill_when_both_work() -> None:
             while not begun:
-                steps = [line["step"] for folder in tmp_path.glob("*-*") if (line := latest(folder))]
+                steps = [line["step"] for folder in tmp_path.glob("*-*") if (line := latest_record(folder))]
                 if len(steps) >= 2 and min(steps) >= 3:
                     begun.append(steps)
                     cluster.remove_node(victim, allow_graceful=False)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import acclimate
-from acclimate.core.registry import find
+from acclimate.core.registry import find_method
 from acclimate.errors import ConfigError
 from acclimate.methods._losses import opinion_entropy, uncertainty
 from acclimate.testing.check import CHECKS, Case, tiny_batches, tiny_vit
@@ -94,7 +94,7 @@ def test_tent_minimises_it():
     "check", ["save_load_continue", "batch_of_one", "no_reliable_sample", "micro_batches_do_not_matter"]
 )
 def test_methods_conform_with_it(method, check):
-    CHECKS[check](Case(find(method), "timm", {"loss": "come"}))
+    CHECKS[check](Case(find_method(method), "timm", {"loss": "come"}))
 
 
 def test_a_state_file_from_before_the_option_goes_on(tmp_path):

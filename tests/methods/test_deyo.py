@@ -9,7 +9,7 @@ import torch
 
 import acclimate
 from acclimate.core.engine import entropy
-from acclimate.core.registry import find
+from acclimate.core.registry import find_method
 from acclimate.errors import ConfigError
 from acclimate.methods.deyo import difference, shuffle
 from acclimate.testing.check import Case, micro_batches_do_not_matter, tiny_batches, tiny_vit
@@ -60,7 +60,7 @@ def test_a_step_is_the_one_of_the_paper(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     orders = [torch.rand(8, 16, generator=generator).argsort(-1) for _ in batches]
     stored = iter(orders)
-    monkeypatch.setattr(find("deyo"), "orders", lambda *_: next(stored))
+    monkeypatch.setattr(find_method("deyo"), "orders", lambda *_: next(stored))
     model = acclimate.adapt(double_vit(), "deyo", lr=0.05, margin=1.4, weight_margin=1.0, threshold=0.1)
     counts = []
     for images, (logits, count) in zip(batches, explicit(batches, orders, 1.4, 1.0, 0.1, 0.05)):
@@ -99,7 +99,7 @@ def test_without_weights_it_is_the_mean_entropy(batches):
 
 
 def test_selected_samples_in_any_micro_batch():
-    micro_batches_do_not_matter(Case(find("deyo"), "timm", {"lr": 0.02, "threshold": 0.0, "margin": 1.5}))
+    micro_batches_do_not_matter(Case(find_method("deyo"), "timm", {"lr": 0.02, "threshold": 0.0, "margin": 1.5}))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from acclimate.core.registry import find
+from acclimate.core.registry import find_method
 from acclimate.testing.check import Case, tiny_batches
 
 PARAMETERS = ("model/", "optimizer/", "method/predictor", "method/alpha", "method/generators", "method/tokens")
@@ -31,10 +31,10 @@ STANDS_STILL = {
 def wrapped(name, options, **more):
     method = {"come": "sar", "come-eta": "eta"}.get(name, name)
     # a threshold that every sample passes, until the test rejects them
-    passing = {"redundancy": 2.0} if "redundancy" in find(method).options() else {}
-    passing |= {"margin": 2.5} if "margin" in find(method).options() else {}
+    passing = {"redundancy": 2.0} if "redundancy" in find_method(method).options() else {}
+    passing |= {"margin": 2.5} if "margin" in find_method(method).options() else {}
     passing |= {"threshold": -1.0} if method == "deyo" else {}
-    return Case(find(method), "timm", {**passing, **options}).wrap(**more)
+    return Case(find_method(method), "timm", {**passing, **options}).wrap(**more)
 
 
 def reject(model, monkeypatch, passes):
@@ -211,7 +211,7 @@ def unsure(model):
 def test_a_batch_that_is_unsure_keeps_no_sample(name, options):
     """The filters themselves: no view is less sure, no entropy is low."""
     for reference in (False, True):
-        model = Case(find(name), "timm", {"lr": 0.01, **options}).wrap(reference=reference)
+        model = Case(find_method(name), "timm", {"lr": 0.01, **options}).wrap(reference=reference)
         first, images = tiny_batches(2)
         model(first)
         unsure(model)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import acclimate
-from acclimate.core.registry import find
+from acclimate.core.registry import find_method
 from acclimate.errors import ConfigError, ModelError
 from acclimate.testing.check import Case, tiny_batches, tiny_vit
 
@@ -24,7 +24,7 @@ def half_of(family, dtype):
 @pytest.mark.parametrize("name", acclimate.list_methods())
 def test_steps_on_a_model_in_half_precision(name, dtype, reference):
     model, source = half_of("timm", dtype)
-    case = Case(find(name), "timm", {"reference": reference})
+    case = Case(find_method(name), "timm", {"reference": reference})
     if dtype is torch.float16 and name in ADAM:
         with pytest.raises(ModelError, match="squared gradients, which are too small for weights in float16"):
             case.wrap(model)
@@ -46,7 +46,7 @@ def test_steps_on_a_model_in_half_precision(name, dtype, reference):
 @pytest.mark.parametrize("name", ["spa", "zerosiam", "dct", "vpt"])
 def test_families_in_half_precision(name, dtype, family):
     model, source = half_of(family, dtype)
-    adapter = Case(find(name), family).wrap(model)
+    adapter = Case(find_method(name), family).wrap(model)
     assert adapter(tiny_batches(1)[0]).isfinite().all() and adapter.record.event in (None, "recovered")
     adapter.unwrap()
     assert all(torch.equal(tensor, source[name]) for name, tensor in model.state_dict().items())
@@ -64,7 +64,7 @@ def test_families_in_half_precision(name, dtype, family):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_other_ways_through_a_method_in_half_precision(name, options, dtype):
-    adapter = Case(find(name), "timm", options).wrap(tiny_vit().to(dtype))
+    adapter = Case(find_method(name), "timm", options).wrap(tiny_vit().to(dtype))
     used = 0
     for images in tiny_batches(3, 1 if "window" in options else 6):
         assert adapter(images).isfinite().all() and adapter.record.event is None
@@ -82,7 +82,7 @@ def test_a_step_in_bfloat16_resembles_that_in_float32(name):
     """The first prediction, and which way the first step goes."""
     images = tiny_batches(1)[0]
     plain, half = (
-        Case(find(name), "timm", {"lr": 0.01}).wrap(model) for model in (tiny_vit(), tiny_vit().to(torch.bfloat16))
+        Case(find_method(name), "timm", {"lr": 0.01}).wrap(model) for model in (tiny_vit(), tiny_vit().to(torch.bfloat16))
     )
     torch.testing.assert_close(half(images), plain(images), atol=0.3, rtol=0.1)
     assert float(torch.cosine_similarity(step_of(plain), step_of(half), dim=0)) > 0.7

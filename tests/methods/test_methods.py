@@ -10,7 +10,7 @@ import torch
 
 import acclimate
 from acclimate.core.engine import entropy
-from acclimate.core.registry import find
+from acclimate.core.registry import find_method
 from acclimate.errors import ConfigError
 from acclimate.methods._leading import leading_blocks
 from acclimate.methods.dct import Conditioner
@@ -98,7 +98,7 @@ def test_learning_rates_follow_the_batch(method, at_64, tmp_path):
 @pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize("name", acclimate.list_methods())
 def test_learning_rates_are_those_of_each_batch_and_of_the_reference_those_of_the_first(name, reference):
-    model = Case(find(name)).wrap(reference=reference)
+    model = Case(find_method(name)).wrap(reference=reference)
     for size in (4, 2, 3):
         model(tiny_batches(1, size)[0])
         expected = model.method.optimizer(4 if reference else size)
@@ -353,7 +353,7 @@ def test_impossible_options_are_refused(options):
 @pytest.mark.parametrize("name", acclimate.list_methods())
 def test_no_step_takes_more_passes_than_declared(name):
     """A few kept samples may be passed forward once more, which is cheaper than backward through all."""
-    adapter = Case(find(name)).wrap()
+    adapter = Case(find_method(name)).wrap()
     forward, backward = adapter.method.info.passes
     passes = adapter.engine.passes
     for images in tiny_batches(3, size=8):

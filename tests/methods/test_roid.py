@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import acclimate
 from acclimate.core.engine import entropy
-from acclimate.core.registry import find
+from acclimate.core.registry import find_method
 from acclimate.errors import ConfigError, InputError
 from acclimate.methods.cmf import CMF
 from acclimate.methods.roid import soft_likelihood_ratio
@@ -112,7 +112,7 @@ def test_a_window_learns_from_single_images_as_from_a_batch(method):
 
 @pytest.mark.parametrize("check", ["save_load_continue", "batch_of_one", "bad_images_leave_the_state_alone"])
 def test_a_window_needs_no_excuse(check):
-    CHECKS[check](Case(find("roid"), "timm", {"window": 3}))
+    CHECKS[check](Case(find_method("roid"), "timm", {"window": 3}))
 
 
 @pytest.mark.parametrize("method", ["roid", "cmf"])

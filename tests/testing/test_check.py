@@ -11,7 +11,7 @@ import torch
 
 import acclimate
 from acclimate.core.method import Info
-from acclimate.core.registry import _REGISTRY, find
+from acclimate.core.registry import _REGISTRY, find_method
 from acclimate.errors import ConformanceError
 from acclimate.testing.check import CHECKS, Case
 
@@ -19,7 +19,7 @@ from acclimate.testing.check import CHECKS, Case
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", acclimate.list_methods())
 def test_method_conforms(name, family, check):
-    cls = find(name)
+    cls = find_method(name)
     if check in cls.info.exceptions:
         pytest.xfail(cls.info.exceptions[check])
     CHECKS[check](Case(cls, family))
@@ -40,7 +40,7 @@ def test_method_conforms(name, family, check):
 )
 @pytest.mark.parametrize("check", CHECKS)
 def test_dct_conforms_with_options(check, options):
-    CHECKS[check](Case(find("dct"), "timm", options))
+    CHECKS[check](Case(find_method("dct"), "timm", options))
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_check_method_reports_every_outcome():
 @pytest.mark.usefixtures("forget_methods")
 def test_check_method_finds_state_outside_of_torch():
     @acclimate.register("forgetful")
-    class Forgetful(find("tent")):
+    class Forgetful(find_method("tent")):
         """Counts its steps in a place that reset, snapshot and save do not know of."""
 
         calls = 0
@@ -83,7 +83,7 @@ def test_check_method_finds_a_counter_whose_effect_it_does_not_see():
     """After an even number of steps the method acts as at the beginning."""
 
     @acclimate.register("alternating")
-    class Alternating(find("tent")):
+    class Alternating(find_method("tent")):
         def attach(self, vit, setup):
             self.count = 0
             return super().attach(vit, setup)
@@ -98,7 +98,7 @@ def test_check_method_finds_a_counter_whose_effect_it_does_not_see():
         acclimate.check_method("alternating")
 
 
-class Holds(find("tent")):
+class Holds(find_method("tent")):
     """Has attributes of many kinds, set when it is attached."""
 
     shared: ClassVar = {"steps": []}
@@ -153,7 +153,7 @@ def test_what_a_step_changes_outside_of_torch_state_is_named(name, change, monke
 @pytest.mark.usefixtures("forget_methods")
 def test_check_method_finds_an_undeclared_change():
     @acclimate.register("sneaky")
-    class Sneaky(find("tent")):
+    class Sneaky(find_method("tent")):
         def step(self, images, engine):
             with torch.no_grad():
                 engine.vit.head.bias.add_(0.1)
@@ -166,7 +166,7 @@ def test_check_method_finds_an_undeclared_change():
 @pytest.mark.usefixtures("forget_methods")
 def test_declared_exceptions_are_excused_with_their_reason():
     @acclimate.register("honest")
-    class Honest(find("source")):
+    class Honest(find_method("source")):
         info = Info(exceptions={"batch_of_one": "needs neighbours"})
 
     assert acclimate.check_method("honest")["timm: batch_of_one"] == "excused: needs neighbours"

@@ -31,7 +31,7 @@ from acclimate.data.domains import Corrupted
 from acclimate.data.preprocess import Preprocess, input_of
 from acclimate.errors import ConfigError, InputError, ModelError, NonFiniteError, StateError
 from acclimate.models.loading import load_model
-from acclimate.training.source_model import MODEL, Recipe, augmented, load_source, pace, split, train_source
+from acclimate.training.source_model import MODEL, Recipe, augmented, load_source, split, train_source
 from coloured import COLOURS, MEAN, STD, Interrupting, domain, new_images, same, write_folder
 from support import assert_exact
 
@@ -292,9 +292,9 @@ def test_crops_lie_within_the_image_and_half_are_flipped():
 
 
 def test_the_schedule_rises_and_falls():
-    rates = [pace(i / 100, 0.05) for i in range(101)]
+    rates = [relative_lr(i / 100, 0.05) for i in range(101)]
     assert rates[0] == 0 and np.argmax(rates) == 5 and rates[5] > 0.99 and rates[-1] < 1e-9
-    assert pace(0, 0) == 1
+    assert relative_lr(0, 0) == 1
 
 
 # The file

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from ..core.registry import create
+from ..core.registry import create_method
 from ..methods._leading import leading_blocks
 from ..models.families import view
 from ..papers.dct.reported import reported
@@ -64,7 +64,7 @@ def parts(subject: Subject) -> dict[str, dict[str, tuple[str, Mapping[str, Any]]
     """Return the variants by what they are about. What equals DCT as it is here has its options, and so is its run."""
     vit, tuned = view(subject.model), subject.testbed.options
     depth, base = len(vit.blocks), tuned("dct", BATCH)
-    usual = create("dct", base).config
+    usual = create_method("dct", base).config
 
     def changed(**options: Any) -> tuple[str, Mapping[str, Any]]:
         return "dct", base if all(usual[name] == value for name, value in options.items()) else {**base, **options}

@@ -7,7 +7,7 @@ from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 from ..core.method import Method
-from ..core.registry import find, list_methods
+from ..core.registry import find_method, list_methods
 from ..errors import AcclimateError
 from ..evaluation.cost import Cost, measure
 from ..papers.dct.reported import reported
@@ -101,7 +101,7 @@ def findings(costs: Mapping[str, Cost], minutes: Mapping[str, float], refused: M
     """Return what steps cost, in sentences."""
     dearest = max(costs, key=lambda method: costs[method].ratio)
     over_sar, said = costs["dct"].ratio / costs["sar"].ratio, minutes["dct"] / minutes["sar"]
-    idle = [m for m, found in costs.items() if not found.backward and find(m).optimizer is not Method.optimizer]
+    idle = [m for m, found in costs.items() if not found.backward and find_method(m).optimizer is not Method.optimizer]
     shown = ", ".join(f"{method} {costs[method].ratio:.1f}" for method in ("source", "tent", "sar", "dct"))
     return [
         f"In plain forward passes: {shown}; {dearest} costs most, {costs[dearest].ratio:.0f}.",

@@ -24,7 +24,7 @@ from ..data.domains import CLEAN, Domain, DomainKey, Subset
 from ..data.folder import find_images
 from ..data.preprocess import Preprocess, input_of
 from ..data.streams import Stream
-from ..errors import ConfigError, InputError, require_between, some
+from ..errors import ConfigError, InputError, require_between, shorten_list
 from ..evaluation.spec import describe
 from ..evaluation.testbed import Testbed
 from ..models.normalisation import Normalisation
@@ -130,8 +130,8 @@ class Subject:
         missing = [file for file in files if not (folder / file).is_file()]
         if missing:
             raise InputError(
-                f"{folder} lacks {len(missing)} of {len(files)} clean images ({some(missing, most=2)}): --clean names a "
-                "folder of ImageNet's validation images, <wnid>/*.JPEG, in which those of the corrupted images are."
+                f"{folder} lacks {len(missing)} of {len(files)} clean images ({shorten_list(missing, most=2)}): --clean "
+                "names a folder of ImageNet's validation images, <wnid>/*.JPEG, in which those of the corrupted images are."
             )
         how = input_of(self.model, mean=self._preprocess.mean, std=self._preprocess.std).photographs()
         return Files(folder, files, corrupted.labels, how)

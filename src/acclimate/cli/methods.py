@@ -18,7 +18,7 @@ def _list() -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..core.registry import create, find, list_methods
+    from ..core.registry import create_method, find_method, list_methods
     from ..core.statistics import KINDS
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -26,13 +26,13 @@ def _list() -> None:
     for column in ("adapts", "beyond the batch", "one image", "passes", "remembers", "paper"):
         table.add_column(column)
     for name in list_methods():
-        cls = find(name)
+        cls = find_method(name)
         needs = [f"{KINDS[kind].what} ({kind})" for kind in cls.info.needs]
         needs += ["augmentation"] if cls.info.augments else []
         needs += ["a diffusion model"] if "denoiser" in cls.options() else []
         windowed = "with window=" if "window" in cls.options() else "no"
         alone = windowed if "batch_of_one" in cls.info.exceptions else "yes"
-        forward, backward = create(name, {}).info.passes
+        forward, backward = create_method(name, {}).info.passes
         passes = f"{forward} + {backward}" if backward else f"{forward}"
         table.add_row(
             name, cls.info.adapts, ", ".join(needs) or "nothing", alone, passes, cls.info.remembers, cls.info.paper
@@ -50,9 +50,9 @@ def _list() -> None:
 def _explain(name: str) -> None:
     import inspect
 
-    from ..core.registry import find
+    from ..core.registry import find_method
 
-    cls = find(name)
+    cls = find_method(name)
     print(f"{name} ({cls.info.paper}); adapts {cls.info.adapts}\n\n{inspect.cleandoc(cls.__doc__ or '')}\n")
     defaults = ", ".join(f"{option}={p.default!r}" for option, p in cls.options().items())
     print(f"acclimate.adapt(model, {name!r}, {defaults})")

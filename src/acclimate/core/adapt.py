@@ -17,9 +17,9 @@ from .adapter import Adapter, check_model
 from .guard import Guard
 from .method import Method
 from .options import Options
-from .ranks import Alone, Ranks
-from .registry import create
-from .statistics import SourceStatistics, blank
+from .ranks import Ranks, SingleProcess
+from .registry import create_method
+from .statistics import SourceStatistics, empty_statistics
 from .wrapping import require_unwrapped
 
 if TYPE_CHECKING:
@@ -88,11 +88,11 @@ def adapt(
     with ranks.together():
         statistics = None if source_statistics is None else SourceStatistics.opened(source_statistics)
         shared = Options(classes, predict, guard, micro_batch, precision, compile, seed, mean, std)
-        return Adapter(model, create(method, options), shared, statistics=statistics, ranks=ranks)
+        return Adapter(model, create_method(method, options), shared, statistics=statistics, ranks=ranks)
 
 
-def _ranks(group: ProcessGroup | None, model: nn.Module) -> Alone:
-    return Alone() if group is None else Ranks(group, model)
+def _ranks(group: ProcessGroup | None, model: nn.Module) -> SingleProcess:
+    return SingleProcess() if group is None else Ranks(group, model)
 
 
 @torch.inference_mode(False)
@@ -123,9 +123,9 @@ def _load(path: str | PathLike[str], model: nn.Module, group: ProcessGroup | Non
         options = {**header["options"], **header["config"]}
         if options["guard"] is not None:
             options["guard"] = Guard(**options["guard"])
-        needs = create(header["method"], header["config"]).info.needs
+        needs = create_method(header["method"], header["config"]).info.needs
         # the file contains the constants that the method took from the source statistics
-        known = blank(needs, view(model), {"class": "", **mine}, header.get("source") or {}) if needs else None
+        known = empty_statistics(needs, view(model), {"class": "", **mine}, header.get("source") or {}) if needs else None
         adapter = adapt(model, header["method"], source_statistics=known, group=group, **options)
     except (ConfigError, KeyError, TypeError) as error:
         raise StateError(f"{path} was written with a method or options that are not known here: {error}") from error

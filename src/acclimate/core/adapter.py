@@ -24,10 +24,10 @@ from . import statefile
 from .engine import Engine, entropy
 from .method import Method, Setup, Step
 from .options import COST_ONLY, Options
-from .ranks import Alone, Ranks
+from .ranks import Ranks, SingleProcess
 from .registry import is_registered
 from .state import Snapshot, State
-from .statistics import SourceStatistics, require
+from .statistics import SourceStatistics, require_statistics
 from .wrapping import WrappedModel
 
 _FROZEN: ContextVar[frozenset[int]] = ContextVar("frozen", default=frozenset())  # ids of adapters, per thread
@@ -66,13 +66,13 @@ class Adapter(nn.Module):
         options: Options | None = None,
         *,
         statistics: SourceStatistics | None = None,
-        ranks: Alone | None = None,
+        ranks: SingleProcess | None = None,
     ) -> None:
         super().__init__()
         options = options or Options()
         wrapped = self._wrapped = WrappedModel(model)
         try:
-            self.engine = self._attached(method, options, statistics, ranks or Alone())
+            self.engine = self._attached(method, options, statistics, ranks or SingleProcess())
             self.model = model
             self.method = method
             self.guard = options.new_guard()
@@ -94,7 +94,9 @@ class Adapter(nn.Module):
         wrapped.learn_only(adapted, method)
         wrapped.claim(self)
 
-    def _attached(self, method: Method, options: Options, statistics: SourceStatistics | None, ranks: Alone) -> Engine:
+    def _attached(
+        self, method: Method, options: Options, statistics: SourceStatistics | None, ranks: SingleProcess
+    ) -> Engine:
         """Attach the method to the model, and return the engine that runs the model."""
         model, vit = self._wrapped.model, self._wrapped.vit
         known = model_normalisation(vit, options.mean, options.std)
@@ -106,7 +108,7 @@ class Adapter(nn.Module):
         if needs:
             self._fingerprint = fingerprint(vit, self._wrapped.weights)
             name = method.name or type(method).__name__
-            statistics = require(statistics, name, needs, model, self._fingerprint)
+            statistics = require_statistics(statistics, name, needs, model, self._fingerprint)
             self._source_about = statistics.about
         rng = torch.Generator().manual_seed(options.seed)
         adapted = list(method.attach(vit, Setup(rng, statistics if needs else None)))
@@ -269,7 +271,7 @@ class Adapter(nn.Module):
                 agrees = engine.predict(images).argmax(-1) == mine.argmax(-1)
             if guard.collapsed(engine.ranks.gather(agrees)):
                 problem = "the predictions collapsed"
-        elif guard.good(engine.num_classes):
+        elif guard.snapshot_due(engine.num_classes):
             self._good = state.capture()
         if problem is None:
             return None

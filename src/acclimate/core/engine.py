@@ -28,7 +28,7 @@ from ..models.normalisation import Normalisation, unknown_normalisation
 from ..models.view import ViT, samples_interact
 from .microbatches import MicroBatches, Rows
 from .parameters import AdaptedParameters
-from .ranks import Alone
+from .ranks import SingleProcess
 
 Objective = Callable[..., tuple[Tensor, Tensor]]
 """The type of an objective: a function that returns a loss per sample, and a mask of the samples to learn from.
@@ -114,7 +114,7 @@ class Engine:
         compile: bool | str = False,
         normalisation: Normalisation | None = None,
         rng: torch.Generator,
-        ranks: Alone | None = None,
+        ranks: SingleProcess | None = None,
     ) -> None:
         if precision not in PRECISIONS:
             raise ConfigError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}.")
@@ -125,7 +125,7 @@ class Engine:
                 f"mix with {precision}. Leave out precision=, or convert the model with model.float()."
             )
         self.vit = vit
-        self.ranks = ranks or Alone()
+        self.ranks = ranks or SingleProcess()
         self.samples_interact = samples_interact(vit.model)
         if self.ranks.shared and self.samples_interact:
             raise ConfigError(

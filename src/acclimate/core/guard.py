@@ -97,7 +97,7 @@ class Guard(nn.Module):
         share = self.predictions[where].bincount().float() / count
         return float((-torch.xlogy(share, share).sum()).exp())
 
-    def few(self, num_classes: int) -> float:
+    def suspect_limit(self, num_classes: int) -> float:
         """Return the effective number of classes up to which a run is suspect.
 
         If there are only two or three classes in total, it is between one and two.
@@ -109,7 +109,7 @@ class Guard(nn.Module):
         if int(self.seen) < self.window:
             return False
         low = float(self.entropies.mean()) < self.floor * math.log(num_classes)
-        return low or self.effective_classes() <= self.few(num_classes)
+        return low or self.effective_classes() <= self.suspect_limit(num_classes)
 
     def collapsed(self, agrees: Tensor) -> bool:
         """Return whether the run has collapsed, given the samples of a suspect batch on which the source model agrees.
@@ -130,7 +130,7 @@ class Guard(nn.Module):
         for counter in (self.seen, self.asked, self.agreed, self.since_good):
             counter.zero_()
 
-    def good(self, num_classes: int) -> bool:
+    def snapshot_due(self, num_classes: int) -> bool:
         """Return whether it is time for a good snapshot.
 
         It is if a full window has passed since the last one, and the predictions are spread over enough classes, in the
@@ -138,7 +138,7 @@ class Guard(nn.Module):
         """
         if int(self.since_good) < self.window:
             return False
-        few = self.few(num_classes)
+        few = self.suspect_limit(num_classes)
         enough = min(2 * few, (few + num_classes) / 2)
         if min(self.effective_classes(), self.effective_classes(max(1, self.window // 4))) < enough:
             return False

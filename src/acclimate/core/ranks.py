@@ -27,7 +27,7 @@ NUMBERS = 3  # that each rank can send in a meeting
 ON_CPU = ("gloo", "mpi")  # backends that exchange tensors on the CPU; others do so on the device of the model
 
 
-class Alone:
+class SingleProcess:
     """A single process, which passes every batch alone."""
 
     rank = 0
@@ -75,7 +75,7 @@ class Alone:
         """Wait until every rank has read its state file."""
 
 
-class Ranks(Alone):
+class Ranks(SingleProcess):
     """The ranks of a process group, which hold equal models and share the batches of one stream.
 
     Args:

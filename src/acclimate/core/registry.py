@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, suggest
 from .method import Method
 
 GROUP = "acclimate.methods"  # the group of entry points, and the package of the built-in methods
@@ -53,7 +53,7 @@ def list_methods() -> list[str]:
     return [*DEFAULT_METHODS, *sorted(_REGISTRY.keys() - set(DEFAULT_METHODS))]
 
 
-def find(method: str | type[Method]) -> type[Method]:
+def find_method(method: str | type[Method]) -> type[Method]:
     """Return the class of a method, given its name, the class itself, or the Python file that registers it."""
     if isinstance(method, type) and issubclass(method, Method):
         return method
@@ -66,17 +66,17 @@ def find(method: str | type[Method]) -> type[Method]:
         return _REGISTRY[names[0]]
     known = list_methods()
     if method not in known:
-        raise ConfigError(f"Unknown method {method!r}.{nearest(str(method).lower(), known, 0.5)} Known: {', '.join(known)}.")
+        raise ConfigError(f"Unknown method {method!r}.{suggest(str(method).lower(), known, 0.5)} Known: {', '.join(known)}.")
     return _REGISTRY[str(method)]
 
 
-def create(method: str | type[Method], options: Mapping[str, Any]) -> Method:
+def create_method(method: str | type[Method], options: Mapping[str, Any]) -> Method:
     """Return a method with its options, and raise an error that suggests a name if an option is unknown."""
-    cls = find(method)
+    cls = find_method(method)
     known = cls.options()
     for name in options:
         if name not in known:
-            hint = nearest(name.lower(), known, 0.5)
+            hint = suggest(name.lower(), known, 0.5)
             raise ConfigError(f"{cls.name or cls.__name__} has no option {name!r}.{hint} Options: {', '.join(known)}.")
     return cls(**options)
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import __version__
-from ..errors import ConfigError, InputError, StateError, nearest, require_whole
+from ..errors import ConfigError, InputError, StateError, require_whole, suggest
 from ..models.families import view
 from ..models.fingerprint import fingerprint, require_same
 from ..models.view import ViT, parameters_of
@@ -285,7 +285,7 @@ def source_statistics(
     for kind in kinds:
         if kind not in known:
             raise ConfigError(
-                f"kinds: there is no {kind!r}.{nearest(str(kind), known, 0.5)} Choose from {', '.join(known)}."
+                f"kinds: there is no {kind!r}.{suggest(str(kind), known, 0.5)} Choose from {', '.join(known)}."
             )
     if not kinds:
         raise ConfigError(f"kinds: name at least one of {', '.join(known)}.")
@@ -309,7 +309,7 @@ def source_statistics(
     return SourceStatistics(_named(made), mine, about)
 
 
-def blank(kinds: Iterable[str], vit: ViT, model: Mapping[str, str], about: Mapping[str, Any]) -> SourceStatistics:
+def empty_statistics(kinds: Iterable[str], vit: ViT, model: Mapping[str, str], about: Mapping[str, Any]) -> SourceStatistics:
     """Return statistics of zeros in the right shapes.
 
     They serve a method whose constants are then read from its state file.
@@ -318,7 +318,7 @@ def blank(kinds: Iterable[str], vit: ViT, model: Mapping[str, str], about: Mappi
     return SourceStatistics(tensors, model, about)
 
 
-def fitting(several: Sequence[SourceStatistics], needs: Sequence[str]) -> SourceStatistics | None:
+def choose_statistics(several: Sequence[SourceStatistics], needs: Sequence[str]) -> SourceStatistics | None:
     """Return the first of several statistics that has all needed kinds.
 
     If there is none, return the first one, so that the error message can say what it lacks.
@@ -326,7 +326,7 @@ def fitting(several: Sequence[SourceStatistics], needs: Sequence[str]) -> Source
     return next((each for each in several if {*needs} <= {*each.kinds}), next(iter(several), None))
 
 
-def require(
+def require_statistics(
     statistics: SourceStatistics | None, method: str, needs: Sequence[str], model: nn.Module, mine: Mapping[str, str]
 ) -> SourceStatistics:
     """Return the statistics if a method can use them with this model, and otherwise raise an error that says what to do."""

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 
-from ..errors import ConfigError, InputError, UnreadableError, nearest, some
+from ..errors import ConfigError, InputError, UnreadableError, shorten_list, suggest
 from . import bundled
 from .corruptions import CORRUPTIONS, SEVERITIES, Corruption, require_valid
 from .disk import Arrays, Files, read_rgb
@@ -189,7 +189,7 @@ def open_data(
     """
     known = data_sets()
     if name not in known:
-        raise ConfigError(f"Unknown data set {name!r}.{nearest(str(name).lower(), known, 0.5)} Known: {', '.join(known)}.")
+        raise ConfigError(f"Unknown data set {name!r}.{suggest(str(name).lower(), known, 0.5)} Known: {', '.join(known)}.")
     if known[name].has_root != (root is not None):
         raise ConfigError(
             f"data={name!r}: say in which folder it is (root=; on the command line --root)."
@@ -225,7 +225,7 @@ def _open_layout(
         preprocess, head = layout.preprocess(takes), takes.classes
 
     rows, names = survey(layout, root, wanted)
-    report = Report(name, root, rows)
+    report = DataReport(name, root, rows)
     if not all(row.labels for row in rows) or (report.problems and not chosen.partial):
         raise report.error()
 
@@ -247,7 +247,7 @@ def _open_layout(
             raise ConfigError(f"{name} has no domain {key}: it has no clean images to corrupt.")
         found, _ = survey(layout, root, [key])
         if not found[0].labels or (found[0].problems and not chosen.partial):
-            raise Report(name, root, found).error()
+            raise DataReport(name, root, found).error()
         return chosen.sampled(opened(found[0], None))
 
     domains = [chosen.sampled(opened(row, key)) for row in rows for key in made]
@@ -290,7 +290,7 @@ def _open_bundled(
 
 
 @dataclass
-class Report:
+class DataReport:
     """The domains of a data set that exist on disk, and the problems that were found."""
 
     name: str
@@ -306,7 +306,7 @@ class Report:
             for problem in row.problems:
                 where.setdefault(problem, []).append(str(row.key))
         everywhere = len(self.rows)
-        return [p if len(titles) == everywhere else f"{some(titles)}: {p}" for p, titles in where.items()]
+        return [p if len(titles) == everywhere else f"{shorten_list(titles)}: {p}" for p, titles in where.items()]
 
     @property
     def usable(self) -> bool:
@@ -334,7 +334,7 @@ def check_data(
     file_list: AnyPath | None = None,
     open_images: bool = False,
     console: Console | None = None,
-) -> Report:
+) -> DataReport:
     """Check which domains of a data set exist on disk. Problems are in the report and are not raised.
 
     By default, the domains that `open_data` opens by default must exist, and others are checked if they exist.
@@ -359,12 +359,12 @@ def check_data(
     rows, _ = survey(layout, root, wanted)
     if open_images:
         _open_all(rows, console)
-    return Report(name, root, rows, [str(key) for key in absent])
+    return DataReport(name, root, rows, [str(key) for key in absent])
 
 
 def _layout(name: str, file_list: AnyPath | None) -> Layout:
     if name not in LAYOUTS:
-        near = nearest(str(name).lower(), LAYOUTS, 0.5)
+        near = suggest(str(name).lower(), LAYOUTS, 0.5)
         raise ConfigError(f"Unknown data set {name!r} on disk.{near} Known: {', '.join(LAYOUTS)}.")
     layout = LAYOUTS[name]
     if file_list is None:
@@ -389,7 +389,7 @@ def _wanted(name: str, layout: Layout, chosen: Selection) -> Sequence[DomainKey]
     domains = list(layout.places if chosen.domains is None else chosen.domains)
     for domain in domains:
         if domain not in layout.places:
-            near = nearest(str(domain), layout.places, 0.5)
+            near = suggest(str(domain), layout.places, 0.5)
             raise ConfigError(f"{name} has no domain {domain!r}.{near} There are: {', '.join(layout.places)}.")
     return [DomainKey(domain) for domain in domains]
 
@@ -407,7 +407,7 @@ def _columns(name: str, names: Sequence[str], head: int | None) -> list[int] | N
         return [imagenet[wnid] for wnid in names]
     other = ""
     if name == "folder" and head == len(imagenet):
-        other = f", or name all folders by ImageNet's wnids, like {synsets()[0]} (not so: {some(strangers)})"
+        other = f", or name all folders by ImageNet's wnids, like {synsets()[0]} (not so: {shorten_list(strangers)})"
     raise ConfigError(
         f"The head of the model has {head} classes, and {name} has {len(names)}: give a model for these{other}."
     )
@@ -434,6 +434,6 @@ def _open_all(rows: list[Row], console: Console | None) -> None:
                     progress.advance(task)
                     found += [path] if broken else []
                 if found:
-                    row.problems.append(f"{len(found)} images cannot be read ({some(found)})")
+                    row.problems.append(f"{len(found)} images cannot be read ({shorten_list(found)})")
     finally:  # also after Ctrl-C
         pool.shutdown(cancel_futures=True)

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..core.files import file_digest
-from ..errors import ConfigError, InputError, nearest, require_whole
+from ..errors import ConfigError, InputError, require_whole, suggest
 from . import _formulas as formulas
 from ._formulas import Random, Textures
 from ._frost import ice, photographs
@@ -217,7 +217,7 @@ def require_valid(name: str, severity: int, seed: int, constants: str | None) ->
     """Refuse a corruption, severity, seed or name of constants that does not exist."""
     known = (*CORRUPTIONS, *EXTRA)
     if name not in known:
-        raise ConfigError(f"unknown corruption {name!r}.{nearest(str(name), known, 0.4)} There are: {', '.join(known)}.")
+        raise ConfigError(f"unknown corruption {name!r}.{suggest(str(name), known, 0.4)} There are: {', '.join(known)}.")
     if isinstance(severity, bool) or not isinstance(severity, (int, np.integer)) or severity not in SEVERITIES:
         raise ConfigError(f"severity={severity!r}: give a whole number from 1 to 5.")
     require_whole(0, seed=seed)

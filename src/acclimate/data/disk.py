@@ -15,7 +15,7 @@ from torch import Tensor
 from ..core.digests import digest_bytes, digest_json
 from ..errors import InputError, UnreadableError
 from .corruptions import Corruption, Integers, Pixels
-from .domains import CLEAN, Domain, DomainKey, how_made
+from .domains import CLEAN, Domain, DomainKey, describe_preparation
 from .folder import AnyPath
 from .preprocess import Preprocess
 
@@ -93,7 +93,7 @@ class Files(Domain):
         except OSError as error:
             raise InputError(f"{error.filename} cannot be read ({error.strerror}).") from None
         rows = zip(self._paths.tolist(), self.labels.tolist(), sizes)
-        return digest_json([digest_bytes(*(b"%b\0%d\0%d\n" % row for row in rows)), self.key, *how_made(self)])
+        return digest_json([digest_bytes(*(b"%b\0%d\0%d\n" % row for row in rows)), self.key, *describe_preparation(self)])
 
     def __repr__(self) -> str:
         return f"Files({self.key}, {len(self.labels)} images in {self.root})"
@@ -149,7 +149,7 @@ class Arrays(Domain):
         """Return a digest of all labels, and of some of the images."""
         some = np.linspace(self.start, self.start + len(self.labels) - 1, 32).astype(int)
         shown = digest_bytes(self._array[some].tobytes(), self.labels.astype("<i8").tobytes())
-        return digest_json([shown, self.key, *how_made(self)])
+        return digest_json([shown, self.key, *describe_preparation(self)])
 
     def __repr__(self) -> str:
         return f"Arrays({self.key}, {len(self.labels)} images in {self.file})"

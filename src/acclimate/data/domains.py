@@ -114,7 +114,7 @@ class Corrupted(Domain):
     def identity(self) -> str:
         """Return a digest of the clean images, the labels, the corruption and the normalisation."""
         images = digest_bytes(*(np.ascontiguousarray(array).data for array in self._images))
-        return digest_json([images, self.key, *how_made(self)])
+        return digest_json([images, self.key, *describe_preparation(self)])
 
 
 class Subset(Domain):
@@ -155,7 +155,7 @@ class Subset(Domain):
         return f"Subset({self.domain!r}, {len(self.labels)})"
 
 
-def how_made(domain: Domain) -> list[object]:
+def describe_preparation(domain: Domain) -> list[object]:
     """Return the preprocessing and the corruption of a domain as values for JSON."""
     return [
         domain.preprocess and domain.preprocess.description(),

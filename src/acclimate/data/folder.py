@@ -28,7 +28,7 @@ from rich.progress import Progress
 from .. import __version__
 from ..core.digests import digest_bytes
 from ..core.files import file_digest, write_whole
-from ..errors import ConfigError, InputError, StateError, UnreadableError, require_between, some
+from ..errors import ConfigError, InputError, StateError, UnreadableError, require_between, shorten_list
 from ._frost import photographs
 from .corruptions import Pixels, constants_for, corrupt, require_valid
 
@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class Report:
+class FolderReport:
     """The numbers of files that were written, existed already, or were skipped."""
 
     written: int = 0
@@ -54,7 +54,7 @@ class Report:
         if self.existing:
             parts.append(f"{self.existing} were there already")
         if self.unreadable:
-            parts.append(f"{len(self.unreadable)} unreadable images skipped: {some(self.unreadable)}")
+            parts.append(f"{len(self.unreadable)} unreadable images skipped: {shorten_list(self.unreadable)}")
         return "; ".join(parts) + "."
 
 
@@ -72,7 +72,7 @@ def corrupt_folder(
     skip_unreadable: bool = False,
     workers: int | None = None,
     console: Console | None = None,
-) -> Report:
+) -> FolderReport:
     """Write corrupted copies of every image below a folder.
 
     All images become 8-bit RGB: grey and palette images are converted, transparent parts become white, and a rotation that a
@@ -102,12 +102,12 @@ def corrupt_folder(
         require_valid(name, severity, seed, constants)
     require_between(1, 100, quality=quality)
     require_between(1, math.inf, workers=workers, optional=True)
-    images = images_below(source, target)
+    images = find_copyable_images(source, target)
     settings = _settings(images, seed, resize_crop, constants, frost, quality)
     require_same_settings(target / PROTOCOL, settings)
 
     jobs = [_Job(index, image, wanted, target) for index, image in enumerate(images)]
-    report = Report(existing=sum(len(wanted) - len(job.missing) for job in jobs))
+    report = FolderReport(existing=sum(len(wanted) - len(job.missing) for job in jobs))
     jobs = [job for job in jobs if job.missing]
     stop = threading.Event()
 
@@ -145,8 +145,8 @@ def corrupt_folder(
                 problems = [text for _, text in _in_turn(pool, problem, jobs, progress, "reading") if text is not None]
                 if problems:
                     raise UnreadableError(
-                        f"{some(problems, '; ')}. Nothing was written. Remove what cannot be read, or leave it out with "
-                        "skip_unreadable=True (on the command line --skip-unreadable)."
+                        f"{shorten_list(problems, '; ')}. Nothing was written. Remove what cannot be read, or leave it out "
+                        "with skip_unreadable=True (on the command line --skip-unreadable)."
                     )
             write_whole(target / PROTOCOL, json.dumps(settings, indent=1).encode())
             for job, done in _in_turn(pool, write, jobs, progress, "writing"):
@@ -209,7 +209,7 @@ def _resized(image: Image.Image, resize_crop: tuple[int, int] | None) -> Image.I
     return image.crop((left, top, left + side, top + side))
 
 
-def images_below(source: Path, target: Path) -> list[str]:
+def find_copyable_images(source: Path, target: Path) -> list[str]:
     """Return all images below `source`, sorted, if copies of them can be written below `target`.
 
     Two images whose copies would have the same name are refused, and so is a target inside of the source.
@@ -259,11 +259,11 @@ def _settings(
         "frost": ice,
         "resize_crop": list(resize_crop) if resize_crop else None,
         "quality": quality,
-        **which(images),
+        **identify_images(images),
     }
 
 
-def which(images: list[str]) -> dict[str, Any]:
+def identify_images(images: list[str]) -> dict[str, Any]:
     """Return the number of images and a digest of their paths, which identify a list of images."""
     return {"images": len(images), "images_digest": digest_bytes("\n".join(images).encode())}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from timm.data import ImageNetInfo
 
-from ..errors import InputError, nearest, some
+from ..errors import InputError, shorten_list, suggest
 from .corruptions import EXTRA, GROUPS, SEVERITIES
 from .disk import open_array
 from .domains import DomainKey
@@ -55,16 +55,16 @@ def read_tree(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> Non
         return
     empty = [name for name in names if not counts[name]]
     if empty:
-        row.problems.append(f"{len(empty)} of {len(names)} classes have no images ({some(empty)})")
+        row.problems.append(f"{len(empty)} of {len(names)} classes have no images ({shorten_list(empty)})")
     if layout.count not in (None, len(names)):
         row.problems.append(f"{len(names)} classes instead of {layout.count}")
     strangers = sorted(set(_entries(row.where)[0]) - set(names))
     if strangers:
-        shown = some([f"{name!r}{nearest(name, empty, 0.8)}" for name in strangers[:5]])
+        shown = shorten_list([f"{name!r}{suggest(name, empty, 0.8)}" for name in strangers[:5]])
         row.problems.append(f"{len(strangers)} folders are none of its classes ({shown})")
     odd = [f"{name} {counts[name]}" for name in names if counts[name] and layout.each not in (None, counts[name])]
     if odd:
-        row.problems.append(f"{len(odd)} classes do not have {layout.each} images ({some(odd)})")
+        row.problems.append(f"{len(odd)} classes do not have {layout.each} images ({shorten_list(odd)})")
     elif row.expected not in (None, len(row.paths)) and not empty:
         row.problems.append(f"{len(row.paths)} images instead of {row.expected}")
 
@@ -95,7 +95,7 @@ def read_list(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> Non
             gone.append(path)
     row.expected = len(lines)
     if gone or not lines:
-        row.problems.append(f"{len(gone)} of the {len(lines)} images in {file} are not there ({some(gone)})")
+        row.problems.append(f"{len(gone)} of the {len(lines)} images in {file} are not there ({shorten_list(gone)})")
 
 
 def read_arrays(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> None:
@@ -143,12 +143,12 @@ def _entries(folder: Path) -> tuple[list[str], list[str]]:
 def _missing(where: Path, root: Path) -> str:
     """Say what is missing, and what exists instead, at the first level of the path that is missing."""
     if not root.is_dir():
-        near = nearest(root.name, _entries(root.parent)[0], 0.6).strip()
+        near = suggest(root.name, _entries(root.parent)[0], 0.6).strip()
         return f"There is no folder {root}" + (f" ({near})" if near else "")
     while not where.parent.is_dir():
         where = where.parent
     found = [name for names in _entries(where.parent) for name in names]
-    return f"{where} is missing.{nearest(where.name, found, 0.6)} Found there: {some(found) or 'nothing'}"
+    return f"{where} is missing.{suggest(where.name, found, 0.6)} Found there: {shorten_list(found) or 'nothing'}"
 
 
 def _no_tree(where: Path, names: Sequence[str]) -> str:
@@ -162,8 +162,8 @@ def _no_tree(where: Path, names: Sequence[str]) -> str:
         )
     if flat:
         return f"{where} has {len(flat)} images in no folder: each class needs one"
-    wanted = f"folders like {some(list(names[:2]))}" if names else "folders of classes"
-    return f"{where} has no images in {wanted}. Found there: {some(folders + files) or 'nothing'}"
+    wanted = f"folders like {shorten_list(list(names[:2]))}" if names else "folders of classes"
+    return f"{where} has no images in {wanted}. Found there: {shorten_list(folders + files) or 'nothing'}"
 
 
 # The table

@@ -170,7 +170,7 @@ class Stream:
         """The SHA-256 of the order. Streams with equal digests show the same images in the same order."""
         return _digest(self.order)
 
-    def showing(self, view: Callable[[Domain], Domain]) -> Stream:
+    def map_domains(self, view: Callable[[Domain], Domain]) -> Stream:
         """Return a stream of the same images in the same order, with every domain replaced by `view(domain)`.
 
         `view` must keep the key and the labels of a domain.

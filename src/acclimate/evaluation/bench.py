@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from ..core.registry import DEFAULT_METHODS, create
+from ..core.registry import DEFAULT_METHODS, create_method
 from ..data.catalog import Data, Selection
 from ..data.corruptions import SEVERITIES
 from ..data.domains import Domain
@@ -112,7 +112,7 @@ def bench(
     pairs = methods.items() if isinstance(methods, Mapping) else [(m, {}) if isinstance(m, str) else m for m in methods]
     authors: dict[str, Any] = {"reference": True} if reference else {}
     # raises an error for a wrong name before the data is opened
-    needed = {kind for method, options in pairs for kind in create(method, {**options, **authors}).info.needs}
+    needed = {kind for method, options in pairs for kind in create_method(method, {**options, **authors}).info.needs}
 
     testbed = open_testbed(
         model,

@@ -67,11 +67,11 @@ def measure(
     seconds: list[float] = []
     count = 0
     for images in batches[1:]:
-        around = [plain(model, images)]
+        around = [time_forward(model, images)]
         start = time.perf_counter()
         adapter(images).cpu()  # waits for the GPU
         seconds.append(time.perf_counter() - start)
-        around.append(plain(model, images))
+        around.append(time_forward(model, images))
         ratios.append(seconds[-1] / statistics.fmean(around))
         count += len(images)
         if sum(seconds) > ENOUGH:
@@ -89,7 +89,7 @@ def measure(
 
 
 @torch.inference_mode()
-def plain(model: nn.Module, images: Tensor) -> float:
+def time_forward(model: nn.Module, images: Tensor) -> float:
     """Return the seconds of one forward pass of the whole batch."""
     start = time.perf_counter()
     out = model(images)

@@ -20,8 +20,8 @@ from typing import Any
 from rich.console import Console
 
 from ..core.method import Method
-from ..core.registry import create, find
-from ..core.statistics import SourceStatistics, require
+from ..core.registry import create_method, find_method
+from ..core.statistics import SourceStatistics, require_statistics
 from ..data.catalog import Data
 from ..data.disk import Files
 from ..data.domains import Domain, Subset
@@ -134,13 +134,15 @@ def _jobs(
 ) -> list[Job]:
     """Return the runs of the grid. A wrong option raises an error here, before any run begins."""
     described = describe(testbed.model, testbed.name)
-    chosen = [(find(method), options) for method, options in (methods.items() if isinstance(methods, Mapping) else methods)]
-    made = [(create(method, options), dict(options)) for method, options in chosen]
+    chosen = [
+        (find_method(method), options) for method, options in (methods.items() if isinstance(methods, Mapping) else methods)
+    ]
+    made = [(create_method(method, options), dict(options)) for method, options in chosen]
     known = [_statistics(testbed, method, options, described) for method, options in made]
     jobs = []
     for stream in streams:
         for (method, options), statistics in zip(made, known):
-            shown = stream.showing(method.present) if isinstance(method, Presents) else stream
+            shown = stream.map_domains(method.present) if isinstance(method, Presents) else stream
             spec = specify(
                 stream, type(method), options, model=described, dataset=testbed.data.name, protocol=protocol,
                 source_statistics=statistics, shown=shown,
@@ -157,7 +159,7 @@ def _statistics(
     if not needs:
         return None
     name = method.name or type(method).__name__
-    return require(testbed.statistics_for(type(method), options), name, needs, testbed.model, described)
+    return require_statistics(testbed.statistics_for(type(method), options), name, needs, testbed.model, described)
 
 
 def _part(grid: list[Job], shard: tuple[int, int]) -> list[Job]:

@@ -54,7 +54,7 @@ class Journal:
             raise StateError(f"Cannot write {steps}: {error.strerror}.") from error
         yield from map(json.loads, lines)
 
-    def note(self, line: dict[str, Any], adapter: Adapter) -> None:
+    def record(self, line: dict[str, Any], adapter: Adapter) -> None:
         """Write the record of a step, and a state if the last one is old."""
         assert self._file is not None, "resume() opens the journal"
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
@@ -84,7 +84,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
         raise StateError(f"{folder / STEPS} cannot be read ({error}): remove {folder}, and the run starts afresh.") from None
 
 
-def latest(folder: Path) -> dict[str, Any] | None:
+def latest_record(folder: Path) -> dict[str, Any] | None:
     """Return the last complete record of a run in progress, or None if there is none."""
     try:
         with (folder / STEPS).open("rb") as file:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from ..core.adapter import Record
 from .jobs import Job
-from .journal import latest
+from .journal import latest_record
 from .run import Result
 from .scores import Scores
 from .store import Store
@@ -62,7 +62,7 @@ class ProgressView:
         if not self._console.is_terminal:
             return
         for i in running:
-            line = latest(self._store.folder(self._grid[i].spec))
+            line = latest_record(self._store.folder(self._grid[i].spec))
             if line is not None:
                 self._show(i, *(line[name] for name in ("images", "right", "entropy", "drift", "event")))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..data.corruptions import CORRUPTIONS
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError, suggest
 from .tables import Column, Grid, Summary
 
 
@@ -139,5 +139,5 @@ def require_known(name: str, known: Iterable[str], what: str) -> str:
     """Return a name if it is known, and otherwise raise an error that suggests a similar one."""
     names = list(known)
     if name not in names:
-        raise ConfigError(f"There is no {what} {name!r}.{nearest(name, names, 0.4)} There are: {', '.join(names)}.")
+        raise ConfigError(f"There is no {what} {name!r}.{suggest(name, names, 0.4)} There are: {', '.join(names)}.")
     return name

@@ -124,7 +124,7 @@ def run(
             }
             tally.add(line)
             if journal:
-                journal.note(line, adapter)
+                journal.record(line, adapter)
             on_step(scores, record)
     where, accuracy = scores.running()
     return Result(

@@ -18,7 +18,7 @@ from .. import __version__
 from ..core.digests import digest_json
 from ..core.files import file_digest
 from ..core.method import Method
-from ..core.registry import code_digest, create
+from ..core.registry import code_digest, create_method
 from ..core.statistics import SourceStatistics
 from ..data.domains import Domain, DomainKey
 from ..data.streams import Stream
@@ -138,7 +138,7 @@ def specify(
         source_statistics: The source statistics, for a method that needs some.
         shown: The stream that the method gets, if it differs from `stream`.
     """
-    made = create(method, options)
+    made = create_method(method, options)
     config = {name: _kept(value) for name, value in made.config.items()}
     defaults = {name: _kept(p.default) for name, p in made.options().items()}
     config |= _contents(made)

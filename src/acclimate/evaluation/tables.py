@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..data.domains import DomainKey
-from ..errors import ConfigError, some
+from ..errors import ConfigError, shorten_list
 from .paired import Counts, Difference, paired_difference, unpack_counts
 from .spec import Spec
 from .store import Outcome
@@ -237,7 +237,7 @@ def differences(outcomes: Sequence[Outcome]) -> list[str]:
             lines.setdefault(line, {}).setdefault(value, []).append(_what(spec))
     for line, methods in lines.items():
         if len(methods) > 1:
-            found.append(f"{line}: " + "; ".join(f"{value} ({some(which)})" for value, which in methods.items()))
+            found.append(f"{line}: " + "; ".join(f"{value} ({shorten_list(which)})" for value, which in methods.items()))
     met: dict[tuple[str, int], dict[tuple[str, ...], list[str]]] = {}
     runs: Counter[tuple[str, str, int]] = Counter()
     labels = row_labels(outcomes)
@@ -247,7 +247,7 @@ def differences(outcomes: Sequence[Outcome]) -> list[str]:
         runs[labels[RowKey.of(spec)], where, spec.seed] += 1
     for (where, seed), each in met.items():
         if len(each) > 1:
-            who = " and ".join(some(methods) for methods in each.values())
+            who = " and ".join(shorten_list(methods) for methods in each.values())
             found.append(f"images or their order: {who} did not meet the same on {where}, seed {seed}")
     for (method, where, seed), count in runs.items():
         if count > 1:

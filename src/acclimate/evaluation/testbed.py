@@ -13,8 +13,8 @@ from torch import nn
 from ..core.adapt import adapt
 from ..core.adapter import Adapter
 from ..core.method import Method
-from ..core.registry import create
-from ..core.statistics import SourceStatistics, fitting
+from ..core.registry import create_method
+from ..core.statistics import SourceStatistics, choose_statistics
 from ..data.catalog import Data, Selection, open_data
 from ..data.domains import Domain
 from ..data.preprocess import Preprocess
@@ -59,8 +59,8 @@ class Testbed:
 
     def statistics_for(self, method: str | type[Method], options: Mapping[str, Any]) -> SourceStatistics | None:
         """Return the source statistics that a method with these options needs, or None if it needs none."""
-        needs = create(method, options).info.needs
-        return fitting(self.statistics, needs) if needs else None
+        needs = create_method(method, options).info.needs
+        return choose_statistics(self.statistics, needs) if needs else None
 
     def adapted(self, method: str, *, seed: int = 0, batch_size: int = 64, **options: Any) -> Adapter:
         """Return a wrapped copy of the model, with the tuned options and the statistics of a method."""

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ..models.view import ViT, require
+from ..models.view import ViT, require_supported
 
 
 def require_room_for_squares(vit: ViT, adapted: Iterable[nn.Parameter]) -> None:
     """Refuse parameters in float16, in which most squared gradients, by whose average Adam divides, are zero."""
-    require(
+    require_supported(
         vit.model,
         all(p.dtype is not torch.float16 for p in adapted),
         "Adam divides by averages of squared gradients, which are too small for weights in float16. Convert it with "

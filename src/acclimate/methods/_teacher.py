@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..core.engine import Engine
 from ..errors import ConfigError
-from ..models.view import ViT, require
+from ..models.view import ViT, require_supported
 
 
 class Teacher(nn.Module):
@@ -73,5 +73,5 @@ def weights_and_biases(vit: ViT) -> list[nn.Parameter]:
         for name, p in module.named_parameters(recurse=False)
         if name.endswith(("weight", "bias"))  # torchvision's attention has an in_proj_weight
     }
-    require(vit.model, bool(found), "it has no layer with weights or biases")
+    require_supported(vit.model, bool(found), "it has no layer with weights or biases")
     return list(found)

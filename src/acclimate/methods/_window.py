@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..models.view import ViT, require
+from ..models.view import ViT, require_supported
 
 
 class Window(nn.Module):
@@ -13,7 +13,7 @@ class Window(nn.Module):
 
     def __init__(self, size: int, vit: ViT) -> None:
         super().__init__()
-        require(vit.model, vit.image_size is not None, "a window remembers images, which have to be of one size")
+        require_supported(vit.model, vit.image_size is not None, "a window remembers images, which have to be of one size")
         self.images: Tensor
         self.logits: Tensor
         self.seen: Tensor

@@ -12,7 +12,7 @@ from ..core.engine import Engine, entropy, keep_all
 from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import ConfigError, require_between, require_whole
-from ..models.view import ViT, parameters_of, require
+from ..models.view import ViT, parameters_of, require_supported
 from ._adam import require_room_for_squares
 from ._augment import noisy_view
 from ._teacher import Teacher
@@ -83,7 +83,7 @@ class RoTTA(Method):
         self.reference = reference
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
-        require(vit.model, vit.image_size is not None, "RoTTA remembers images, which have to be of one size")
+        require_supported(vit.model, vit.image_size is not None, "RoTTA remembers images, which have to be of one size")
         self._adapted = parameters_of(vit.norms)
         require_room_for_squares(vit, self._adapted)
         self.teacher = Teacher(self._adapted)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..core import statefile
-from ..errors import AcclimateError, ConfigError, ModelError, StateError, nearest
+from ..errors import AcclimateError, ConfigError, ModelError, StateError, suggest
 from .families import view
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def create_timm(
 
     bare = name.partition(".")[0]
     if not timm.is_model(bare):
-        raise ConfigError(f"timm has no model {name!r}.{nearest(bare, timm.list_models('*vit*'), 0.5)}")
+        raise ConfigError(f"timm has no model {name!r}.{suggest(bare, timm.list_models('*vit*'), 0.5)}")
     head = {} if num_classes is None else {"num_classes": num_classes}
     try:
         model = timm.create_model(name, pretrained=pretrained and weights is None, **head)

@@ -241,7 +241,7 @@ def title(model: nn.Module) -> str:
     return f"{type(model).__module__.split('.')[0]} {type(model).__name__}"
 
 
-def require(model: nn.Module, condition: bool, what: str) -> None:
+def require_supported(model: nn.Module, condition: bool, what: str) -> None:
     """Raise a `ModelError` that says why a model cannot be adapted, unless the condition holds."""
     if not condition:
         raise ModelError(f"{title(model)} cannot be adapted: {what}.")

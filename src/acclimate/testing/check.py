@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ..core.adapt import adapt, load
 from ..core.adapter import Adapter
 from ..core.method import Method
-from ..core.registry import find
+from ..core.registry import find_method
 from ..core.statistics import KINDS, source_statistics
 from ..errors import ConformanceError, InputError
 from ..models.families import Sizes, families, view
@@ -85,7 +85,7 @@ class Case:
         return adapter
 
 
-def same(a: Mapping[str, Tensor], b: Mapping[str, Tensor], what: str) -> None:
+def assert_identical(a: Mapping[str, Tensor], b: Mapping[str, Tensor], what: str) -> None:
     """Refuse tensors that are not bitwise equal. NaN equals NaN."""
     if a.keys() != b.keys():
         raise AssertionError(f"{what}: {sorted(a.keys() ^ b.keys())[:3]} on one side only")
@@ -99,7 +99,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _equal(a: Tensor, b: Tensor, what: str) -> None:
-    same({"logits": a}, {"logits": b}, what)
+    assert_identical({"logits": a}, {"logits": b}, what)
 
 
 def _finite(tensors: Mapping[str, Tensor]) -> None:
@@ -126,7 +126,7 @@ def only_declared_parameters_change(case: Case) -> None:
     declared = set(adapter.engine.adapted.named)
     for name, p in by_name.items():
         if f"model/{name}" not in declared:
-            same({name: p}, {name: source[name]}, "undeclared")
+            assert_identical({name: p}, {name: source[name]}, "undeclared")
     changed = [name for name, p in adapter.engine.adapted.named.items() if not torch.equal(p, adapter.state.initial[name])]
     assert changed or not declared, "no declared parameter changed in four steps"
 
@@ -206,10 +206,10 @@ def reset_equals_freshly_wrapped(case: Case) -> None:
     """Check that an adapter after `reset` equals a freshly wrapped one."""
     adapter, fresh = case.run(), case.wrap()
     adapter.reset()
-    same(adapter.state.capture(), fresh.state.capture(), "after reset")
+    assert_identical(adapter.state.capture(), fresh.state.capture(), "after reset")
     for images in tiny_batches(seed=5):
         _equal(adapter(images), fresh(images), "step after reset")
-    same(adapter.state.capture(), fresh.state.capture(), "after reset and more steps")
+    assert_identical(adapter.state.capture(), fresh.state.capture(), "after reset and more steps")
 
 
 def save_load_continue(case: Case) -> None:
@@ -222,7 +222,7 @@ def save_load_continue(case: Case) -> None:
     assert loaded.method.config == adapter.method.config, "the configuration changed"
     for images in tiny_batches(seed=5):
         _equal(loaded(images), adapter(images), "step after load")
-    same(loaded.state.capture(), adapter.state.capture(), "after load and more steps")
+    assert_identical(loaded.state.capture(), adapter.state.capture(), "after load and more steps")
 
 
 def snapshot_and_rollback(case: Case) -> None:
@@ -231,7 +231,7 @@ def snapshot_and_rollback(case: Case) -> None:
     snapshot = adapter.snapshot()
     after = [adapter(images) for images in tiny_batches(seed=5)]
     adapter.rollback()
-    same(adapter.state.capture(), snapshot, "after rollback")
+    assert_identical(adapter.state.capture(), snapshot, "after rollback")
     for images, expected in zip(tiny_batches(seed=5), after):
         _equal(adapter(images), expected, "step after rollback")
 
@@ -248,7 +248,7 @@ def unwrap_gives_back_the_source(case: Case) -> None:
     flags = [p.requires_grad for p in model.parameters()]
     unwrapped = case.run(case.wrap(model)).unwrap()
     assert unwrapped is model, "not the same object"
-    same(dict(model.state_dict()), source, "after unwrap")
+    assert_identical(dict(model.state_dict()), source, "after unwrap")
     assert [(n, type(m), m.training) for n, m in model.named_modules()] == layout, "modules or modes differ"
     assert [p.requires_grad for p in model.parameters()] == flags, "requires_grad differs"
     with torch.no_grad():
@@ -263,7 +263,7 @@ def frozen_changes_nothing(case: Case) -> None:
     with adapter.frozen():
         first, second = (adapter(tiny_batches(1, seed=5)[0]) for _ in range(2))
     _equal(first, second, "two frozen calls")
-    same(adapter.state.capture(), before, "after frozen calls")
+    assert_identical(adapter.state.capture(), before, "after frozen calls")
     assert adapter.record is record, "a frozen call left a record"
 
 
@@ -274,7 +274,7 @@ def same_seed_same_run(case: Case) -> None:
     case.run(a)
     torch.manual_seed(1)  # the global generator must have no effect
     case.run(b)
-    same(a.state.capture(), b.state.capture(), "same seed")
+    assert_identical(a.state.capture(), b.state.capture(), "same seed")
 
 
 def two_adapters_are_independent(case: Case) -> None:
@@ -283,7 +283,7 @@ def two_adapters_are_independent(case: Case) -> None:
     for mine, theirs in zip(tiny_batches(), tiny_batches(seed=9)):
         one(mine)
         other(theirs)
-    same(one.state.capture(), alone.state.capture(), "beside another adapter")
+    assert_identical(one.state.capture(), alone.state.capture(), "beside another adapter")
 
 
 def batch_of_one(case: Case) -> None:
@@ -317,7 +317,7 @@ def bad_images_leave_the_state_alone(case: Case) -> None:
         try:
             adapter(images)
         except InputError:
-            same(adapter.state.capture(), before, f"after an image with {value}")
+            assert_identical(adapter.state.capture(), before, f"after an image with {value}")
         else:
             assert adapter.record is not None and adapter.record.event, "neither an error nor an event"
     _finite(adapter.state.capture())
@@ -352,7 +352,7 @@ def caller_without_gradients(case: Case) -> None:
         assert not logits.requires_grad, "the logits carry a graph"
         captures.append(adapter.state.capture())
     for capture in captures[1:]:
-        same(capture, captures[0], "under no_grad or inference_mode")
+        assert_identical(capture, captures[0], "under no_grad or inference_mode")
 
 
 def micro_batches_do_not_matter(case: Case) -> None:
@@ -401,7 +401,7 @@ def check_method(method: str | type[Method], **options: Any) -> dict[str, str]:
     Raises:
         ConformanceError: If a check failed. The message lists all failed checks.
     """
-    cls = find(method)
+    cls = find_method(method)
     unknown = sorted(cls.info.exceptions.keys() - CHECKS.keys())
     if unknown:
         raise ConformanceError(f"{cls.__name__}.info.exceptions names unknown checks: {', '.join(unknown)}.")

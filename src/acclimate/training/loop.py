@@ -30,7 +30,7 @@ from .. import __version__
 from ..core import statefile
 from ..data.domains import Domain, Subset
 from ..data.streams import Stream
-from ..errors import ConfigError, InputError, NonFiniteError, StateError, some
+from ..errors import ConfigError, InputError, NonFiniteError, StateError, shorten_list
 from ..models.view import ViT
 
 MOMENTUM = "momentum/"  # prefix of the optimizer's tensors in a checkpoint
@@ -88,7 +88,7 @@ class Training:
                 self.optimizer.state[p]["momentum_buffer"] = tensors[f"{MOMENTUM}{name}"].to(p.device)
         self.history = history
 
-    def carry_out(
+    def train(
         self,
         begun: tuple[dict[str, Tensor], dict[str, Any]] | None,
         out: Path,
@@ -113,9 +113,11 @@ class Training:
         else:
             self.resume(begun[0], begun[1]["history"])
             say(console, f"{unfinished}: going on after epoch {len(self.history)} of {self.schedule.epochs}.")
-        self.to_the_end(*parts, workers, console, save)
+        self.train_epochs(*parts, workers, console, save)
 
-    def to_the_end(self, train: Domain, held_out: Domain, workers: int, console: Console, save: Callable[[], None]) -> None:
+    def train_epochs(
+        self, train: Domain, held_out: Domain, workers: int, console: Console, save: Callable[[], None]
+    ) -> None:
         """Train the remaining epochs, with a checkpoint after each."""
         size, epochs = self.schedule.batch_size, self.schedule.epochs
         columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
@@ -170,7 +172,7 @@ def split(domain: Domain, class_names: Sequence[str], share: float, seed: int) -
     counts = np.bincount(labels, minlength=len(class_names))
     few = [f"{name} has {count}" for name, count in zip(class_names, counts) if count < 2]
     if few:
-        raise InputError(f"{domain.key}: a class needs an image to train on and one to hold out; {some(few)}.")
+        raise InputError(f"{domain.key}: a class needs an image to train on and one to hold out; {shorten_list(few)}.")
     chosen = np.zeros(len(labels), bool)
     for label, count in enumerate(counts):
         chosen[draws.permutation(np.flatnonzero(labels == label))[: max(1, round(share * count))]] = True
@@ -184,7 +186,7 @@ def checkpoint_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.unfinished")
 
 
-def pace(done: float, warmup: float) -> float:
+def relative_lr(done: float, warmup: float) -> float:
     """Return a learning rate relative to its peak, when a share `done` of all steps is finished.
 
     It rises linearly during the warm-up, and falls along a cosine.
@@ -254,8 +256,8 @@ def read_trained(
         other = [f"{name} was {was.get(name, 'not set')[:60]}, now {now.get(name, 'not set')[:60]}" for name in names]
         if other:
             raise StateError(
-                f"{path} is of another training: {some(other, '; ')}. Repeat that one, give another output, or train again "
-                "with fresh=True (on the command line --fresh)."
+                f"{path} is of another training: {shorten_list(other, '; ')}. Repeat that one, give another output, or "
+                "train again with fresh=True (on the command line --fresh)."
             )
     return tensors, header
 

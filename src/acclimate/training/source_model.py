@@ -36,7 +36,7 @@ from ..data.preprocess import input_of
 from ..errors import ConfigError, InputError, require_between, require_whole
 from ..models.families import view
 from ..models.loading import SOURCE_MODEL, create_timm, pick_device
-from .loop import Training, augmented, checkpoint_of, deterministic, pace, read_trained, split, versions_used
+from .loop import Training, augmented, checkpoint_of, deterministic, read_trained, relative_lr, split, versions_used
 
 MODEL = "vit_base_patch16_224.augreg_in21k_ft_in1k"
 VERSION = 1  # of the parts of the recipe that are not in `Recipe`
@@ -155,7 +155,7 @@ def train_source(
         if begun is None and pretrained:
             net = create_timm(model, weights=weights, num_classes=len(class_names))
         run = _FineTuning(net.to(where), recipe, seed, autocast)
-        run.carry_out(begun, out, settings, UNFINISHED, (train, held_out), workers, console)
+        run.train(begun, out, settings, UNFINISHED, (train, held_out), workers, console)
     outcome = Trained(run.history[-1][1], len(held_out.labels), found=False)
     header = {"kind": SOURCE_MODEL, "settings": settings, "history": run.history, "num_classes": len(class_names)}
     made = {"versions": versions_used(), "device": str(where), "threads": torch.get_num_threads()}
@@ -180,7 +180,7 @@ class _FineTuning(Training):
         """Learn from one augmented batch, and return the loss from before the update."""
         self.model.train()
         for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * pace(done, self.recipe.warmup)
+            group["lr"] = group["peak"] * relative_lr(done, self.recipe.warmup)
         shown = augmented(self.vit.check(images), draws, self.recipe.area, self.recipe.stretch)
         loss = F.cross_entropy(self.logits(shown), labels.to(shown.device), label_smoothing=self.recipe.smoothing)
         self.optimizer.zero_grad()

@@ -13,7 +13,7 @@ from torch import nn
 import acclimate
 from acclimate import cli
 from acclimate.core.method import Method
-from acclimate.core.registry import find
+from acclimate.core.registry import find_method
 from acclimate.data import bundled
 from acclimate.data.corruptions import Corruption
 from acclimate.data.disk import Files
@@ -189,8 +189,8 @@ def test_other_channels_are_refused():
 
 
 def test_what_it_says_of_itself():
-    assert issubclass(find("dda"), Method) and find("dda").info.adapts == "nothing (the input)"
-    assert math.isclose(find("dda")().scale, 6)
+    assert issubclass(find_method("dda"), Method) and find_method("dda").info.adapts == "nothing (the input)"
+    assert math.isclose(find_method("dda")().scale, 6)
 
 
 # ---- folders --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import acclimate
-from acclimate.core.registry import find
+from acclimate.core.registry import find_method
 from acclimate.core.statistics import SourceStatistics
 from acclimate.errors import ConfigError, StateError
 from acclimate.methods.dept.network import (
@@ -193,7 +193,7 @@ def test_it_conforms_with_trained_prompts(check):
             options = dict(source_statistics=trained(model), bank=16, neighbours=3, refine_after=8, steps=2)
             return acclimate.adapt(model, self.method, **HOW, **options, **more)
 
-    CHECKS[check](Trained(find("dept-g")))
+    CHECKS[check](Trained(find_method("dept-g")))
 
 
 def test_without_prompts_it_says_how_to_get_them(tmp_path):

@@ -96,11 +96,11 @@ def tuned_options(batch_size: int = 64) -> dict[str, dict[str, Any]]:
     `tools/tune_bundled.py` chose them on the four extra corruptions for batches of 64. A learning rate that the method
     scales with the batch size is scaled here in the same way.
     """
-    from ...core.registry import find
+    from ...core.registry import find_method
 
     chosen: dict[str, dict[str, Any]] = json.loads(TUNED.read_text())["chosen"]
     for method, options in chosen.items():
-        if "lr" in options and find(method).options()["lr"].default is None:
+        if "lr" in options and find_method(method).options()["lr"].default is None:
             options["lr"] *= batch_size / 64
     return chosen
 

@@ -29,7 +29,7 @@ from ...core.statefile import digest
 from ...data.corruptions import Integers
 from ...data.disk import Files
 from ...data.domains import Domain, Subset
-from ...data.folder import AnyPath, Report, images_below, read_image, require_same_settings, which
+from ...data.folder import AnyPath, FolderReport, find_copyable_images, identify_images, read_image, require_same_settings
 from ...errors import ConfigError, InputError, UnreadableError, require_whole
 from .denoisers import open_denoiser
 from .process import regenerated, resized
@@ -51,7 +51,7 @@ def generate_folder(
     skip_unreadable: bool = False,
     device: str | torch.device = "cpu",
     console: Console | None = None,
-) -> Report:
+) -> FolderReport:
     """Write, for every image below a folder, the one that DDA classifies beside it.
 
     An image's shorter side is resized to the denoiser's size and the central square is cut out: what is written has that
@@ -82,10 +82,10 @@ def generate_folder(
     if net.channels not in (None, 3):
         raise ConfigError(f"The denoiser's images have {net.channels} channels: for image files it needs 3.")
     weights = digest(net.state_dict(), "")[:16] if isinstance(net, nn.Module) else ""
-    images = images_below(source, target)
+    images = find_copyable_images(source, target)
     how: dict[str, Any] = dict(steps=steps, start=start, factor=factor, scale=scale)
     about = {"acclimate": __version__, "denoiser": Path(str(denoiser)).name, "weights": weights, "seed": seed}
-    settings = {**about, **how, **which(images)}
+    settings = {**about, **how, **identify_images(images)}
     require_same_settings(target / PROTOCOL, settings)
     write_whole(target / PROTOCOL, json.dumps(settings, indent=1).encode())
 
@@ -93,7 +93,7 @@ def generate_folder(
     seeds = torch.randint(2**62, (len(images),), generator=rng).tolist()
     files = [target / Path(image).with_suffix(".png") for image in images]
     missing = [i for i, file in enumerate(files) if not file.exists()]
-    report = Report(existing=len(files) - len(missing))
+    report = FolderReport(existing=len(files) - len(missing))
     if isinstance(net, nn.Module):
         net.to(device)
     quiet = console is None or not console.is_terminal

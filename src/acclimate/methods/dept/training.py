@@ -37,7 +37,16 @@ from ...models.families import view
 from ...models.fingerprint import fingerprint
 from ...models.loading import pick_device
 from ...models.view import ViT
-from ...training.loop import Training, augmented, checkpoint_of, deterministic, pace, read_trained, split, versions_used
+from ...training.loop import (
+    Training,
+    augmented,
+    checkpoint_of,
+    deterministic,
+    read_trained,
+    relative_lr,
+    split,
+    versions_used,
+)
 from .._teacher import Teacher
 from .network import PROMPTS, Prompted, Regulariser, Sizes, followed, named_prompts, sharpened
 
@@ -170,7 +179,7 @@ def train_prompts(
     with deterministic(where):
         vit = view(copy.deepcopy(model).to(where).eval().requires_grad_(False))
         run = _PromptTraining(vit, sizes, recipe, seed, len(parts[0].labels))
-        run.carry_out(begun, out, settings, UNFINISHED, parts, workers, console)
+        run.train(begun, out, settings, UNFINISHED, parts, workers, console)
     shown = {"samples": len(parts[0].labels), "batch_size": recipe.batch_size, "labels": "given", "epochs": recipe.epochs}
     about = {**shown, **asdict(sizes), "held_out": len(parts[1].labels), "accuracy": run.history[-1][1]}
     header = {"kind": FINISHED, "settings": settings, "history": run.history, "versions": versions_used()}
@@ -203,7 +212,7 @@ class _PromptTraining(Training):
         recipe, engine = self.recipe, self.engine
         self.vit.model.eval()
         for group in self.optimizer.param_groups:
-            group["lr"] = recipe.lr * pace(done, min(1.0, self.warmup))
+            group["lr"] = recipe.lr * relative_lr(done, min(1.0, self.warmup))
         images = self.vit.check(images)
         first, second = (augmented(images, draws, recipe.area, recipe.stretch) for _ in range(2))
         average = self.teacher.ahead(engine.adapted.tensors, recipe.teacher_momentum)

@@ -14,7 +14,7 @@ from importlib import import_module
 from torch import nn
 
 from ...errors import ModelError
-from ..view import ViT, require, title
+from ..view import ViT, require_supported, title
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ def view(model: nn.Module) -> ViT:
     for family in families().values():
         found = family.view(model)
         if found is not None:
-            require(model, len(found.blocks) > 0, "it has no transformer blocks")
-            require(model, isinstance(found.head, nn.Linear), "its head is not a linear layer (num_classes=0?)")
-            require(
+            require_supported(model, len(found.blocks) > 0, "it has no transformer blocks")
+            require_supported(model, isinstance(found.head, nn.Linear), "its head is not a linear layer (num_classes=0?)")
+            require_supported(
                 model,
                 found.classes > 1,
                 "its head has one output: adaptation by entropy needs logits of two classes or more",
             )
-            require(model, not any(p.is_inference() for p in model.parameters()), "it was built in inference mode")
+            require_supported(model, not any(p.is_inference() for p in model.parameters()), "it was built in inference mode")
             return found
     raise ModelError(
         f"{title(model)} is not a vision transformer that acclimate understands: no class token and blocks with "

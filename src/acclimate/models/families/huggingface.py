@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..surgery import OpenAttention
-from ..view import Block, ViT, require
+from ..view import Block, ViT, require_supported
 from . import Family, Sizes
 
 
@@ -39,13 +39,15 @@ def view(model: Any) -> ViT | None:
     module = sys.modules.get("transformers.models.vit.modeling_vit")
     if module is None or not isinstance(model, module.ViTForImageClassification):
         return None
-    require(model, hasattr(model.vit, "layers"), "its layout is that of transformers before 5.10; upgrade transformers")
+    require_supported(
+        model, hasattr(model.vit, "layers"), "its layout is that of transformers before 5.10; upgrade transformers"
+    )
     layers = model.vit.layers
 
     def blocks() -> Iterator[Block]:
         for i, b in enumerate(layers):
             kind = type(b.attention)
-            require(model, kind is module.ViTAttention, f"the attention of layer {i}, {kind.__name__}, is unknown")
+            require_supported(model, kind is module.ViTAttention, f"the attention of layer {i}, {kind.__name__}, is unknown")
             yield Block(
                 b,
                 "attention",

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..surgery import FusedAttention
-from ..view import Block, ViT, require
+from ..view import Block, ViT, require_supported
 from . import Family, Sizes
 
 
@@ -42,13 +42,15 @@ def view(model: Any) -> ViT | None:
 
     if not isinstance(model, VisionTransformer):
         return None
-    require(model, model.cls_token is not None, "it has no class token, which domain conditioners are made from")
-    require(model, not hasattr(model, "head_dist"), "its head reads a distillation token beside the class token")
+    require_supported(model, model.cls_token is not None, "it has no class token, which domain conditioners are made from")
+    require_supported(model, not hasattr(model, "head_dist"), "its head reads a distillation token beside the class token")
 
     def blocks() -> Iterator[Block]:
         for i, b in enumerate(model.blocks):
-            require(model, type(b) is TimmBlock, f"block {i} is a {type(b).__name__}, not a plain Block")
-            require(model, type(b.attn) is Attention, f"the attention of block {i}, {type(b.attn).__name__}, is unknown")
+            require_supported(model, type(b) is TimmBlock, f"block {i} is a {type(b).__name__}, not a plain Block")
+            require_supported(
+                model, type(b.attn) is Attention, f"the attention of block {i}, {type(b.attn).__name__}, is unknown"
+            )
             yield Block(b, "attn", TimmAttention, b.attn.num_heads, b.norm1, b.norm2, b.mlp, b.ls1, b.ls2)
 
     # The short last block exchanges the projection of keys with the product of queries and keys (`surgery`), which is

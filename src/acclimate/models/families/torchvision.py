@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..surgery import FusedAttention
-from ..view import Block, ViT, require
+from ..view import Block, ViT, require_supported
 from . import Family, Sizes
 
 
@@ -37,8 +37,8 @@ def view(model: Any) -> ViT | None:
         for i, b in enumerate(model.encoder.layers):
             attention = b.self_attention
             plain = type(attention) is nn.MultiheadAttention and attention.in_proj_weight is not None
-            require(model, plain and attention.bias_k is None and not attention.add_zero_attn,
-                     f"the attention of layer {i} is not a plain MultiheadAttention")  # fmt: skip
+            require_supported(model, plain and attention.bias_k is None and not attention.add_zero_attn,
+                              f"the attention of layer {i} is not a plain MultiheadAttention")  # fmt: skip
             yield Block(b, "self_attention", TorchvisionAttention, attention.num_heads, b.ln_1, b.ln_2, b.mlp)
 
     conv = next((m for m in model.conv_proj.modules() if isinstance(m, nn.Conv2d)), None)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...core.registry import find as find_method
+from ...core.registry import find_method
 from ...data import bundled
 from ...data.catalog import Data
 from ...data.domains import Corrupted, Images, Subset
 from ...data.layouts import OFFICE
-from ...errors import ConfigError, nearest
+from ...errors import ConfigError, suggest
 from ...evaluation.bench import bench
 from ...evaluation.published import PublishedTable
 from ...evaluation.results import Results
@@ -134,7 +134,7 @@ def find(name: str) -> Experiment:
     if drawing is not None:
         how = f" `acclimate analyze {ANALYSES[drawing.key]}` draws its counterpart." if drawing.key in ANALYSES else ""
         raise ConfigError(f"{name} is a drawing of the paper, not a grid of runs: {drawing.shows}{how}")
-    raise ConfigError(f"Unknown experiment {name!r}.{nearest(name, known, 0.4)} There are: {', '.join(known)}.")
+    raise ConfigError(f"Unknown experiment {name!r}.{suggest(name, known, 0.4)} There are: {', '.join(known)}.")
 
 
 def run(

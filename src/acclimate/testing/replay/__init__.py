@@ -29,7 +29,7 @@ from ...core.adapt import adapt
 from ...core.adapter import Adapter
 from ...core.engine import entropy
 from ...core.method import Method
-from ...core.registry import find
+from ...core.registry import find_method
 from ...methods._losses import COME_MASS
 
 # The option of the method or of the adapter, by the recorded name of a hyper-parameter.
@@ -226,7 +226,7 @@ def run(
     """
     result = Result(recording.case)
     options = recording.options()
-    if "batch_size" not in find(method).options():
+    if "batch_size" not in find_method(method).options():
         options.pop("batch_size", None)  # no default depends on it
     # a method that augments needs a normalisation, even if its views are recorded
     adapter = adapt(recording.model(), method, reference=True, mean=0.5, std=0.5, **options, **more)
@@ -271,11 +271,11 @@ def adapted_parameters(adapter: Adapter) -> dict[str, Tensor]:
     final: dict[str, Tensor] = {}
     for name, p in adapter.engine.adapted.named.items():
         if name.startswith("model/"):
-            note(final, adapter, name.removeprefix("model/"), p)
+            add_with_momentum(final, adapter, name.removeprefix("model/"), p)
     return final
 
 
-def note(final: dict[str, Tensor], adapter: Adapter, name: str, *parts: nn.Parameter) -> None:
+def add_with_momentum(final: dict[str, Tensor], adapter: Adapter, name: str, *parts: nn.Parameter) -> None:
     """Add a recorded tensor, which may consist of several parts here, and its momentum to the final tensors."""
     optimizer = adapter.engine.adapted.optimizer
     assert optimizer is not None

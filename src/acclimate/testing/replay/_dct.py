@@ -14,7 +14,7 @@ from ...core.method import Setup
 from ...methods.dct import DCT, Conditioner
 from ...models.families.timm import TimmAttention
 from ...models.view import ViT
-from . import Recording, Result, adapted_parameters, note, replays, run
+from . import Recording, Result, adapted_parameters, add_with_momentum, replays, run
 
 
 def _fill(conditioner: nn.Module, weight: Tensor, bias: Tensor) -> None:
@@ -55,7 +55,7 @@ def _final(adapter: Adapter) -> dict[str, Tensor]:
         conditioner: Any = adapter.method.generators[block]
         for theirs, ours in (("weight", conditioner.weights), ("bias", conditioner.biases)):
             parts = (ours[part] for part in "qkv")
-            note(final, adapter, f"blocks.{block}.attn.domain_conditioner_generator.{theirs}", *parts)
+            add_with_momentum(final, adapter, f"blocks.{block}.attn.domain_conditioner_generator.{theirs}", *parts)
     return final
 
 

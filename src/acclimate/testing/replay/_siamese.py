@@ -11,7 +11,7 @@ from ...core.adapter import Adapter
 from ...core.engine import Engine
 from ...methods._siamese import Siamese
 from ...methods.spa import SPA, low_frequencies
-from . import Recording, Result, adapted_parameters, note, replays, run
+from . import Recording, Result, adapted_parameters, add_with_momentum, replays, run
 
 
 @replays("ZeroSiam")
@@ -22,7 +22,7 @@ def _zerosiam(recording: Recording) -> Result:
 def _final(adapter: Adapter) -> dict[str, Tensor]:
     final = adapted_parameters(adapter)
     assert isinstance(adapter.method, Siamese)
-    note(final, adapter, "predictor.weight", adapter.method.predictor)
+    add_with_momentum(final, adapter, "predictor.weight", adapter.method.predictor)
     return final
 
 
