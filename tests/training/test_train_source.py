@@ -30,8 +30,9 @@ from acclimate.data.catalog import open_data
 from acclimate.data.domains import Corrupted
 from acclimate.data.preprocess import Preprocess, input_of
 from acclimate.errors import ConfigError, InputError, ModelError, NonFiniteError, StateError
-from acclimate.models.loading import load_model
-from acclimate.training.source_model import MODEL, Recipe, augmented, load_source, split, train_source
+from acclimate.models.loading import load_model, load_source
+from acclimate.training.loop import augmented, relative_lr, split
+from acclimate.training.source_model import MODEL, Recipe, train_source
 from coloured import COLOURS, MEAN, STD, Interrupting, domain, new_images, same, write_folder
 from support import assert_exact
 

@@ -132,7 +132,7 @@ def only_declared_parameters_change(case: Case) -> None:
 
 
 def state_is_torch_state(case: Case) -> None:
-    """A step changes parameters that adapt, buffers and the optimizer's state: what is reset, saved and rolled back."""
+    """Require that a step changes nothing but adapted parameters, buffers and the optimizer's state, which reset and save cover."""
     adapter = case.wrap()
     torch_state = _torch_state(adapter)
     before = _other_state(adapter, torch_state)
