@@ -6,12 +6,13 @@ import numpy as np
 from subjects import labelled_subject
 
 from acclimate.analysis import sensitivity
+from acclimate.analysis.intervals import Adaptation
 from acclimate.analysis.variants import Scored
 
 
-def scored(share, images=100):
+def scored(share, images=100, steps=8):
     """Return a variant that is right on the first images under both of two corruptions."""
-    return Scored([], np.tile(np.arange(images) < share * images, (2, 1)))
+    return Scored([], np.tile(np.arange(images) < share * images, (2, 1)), Adaptation(steps, 0.01))
 
 
 def said(curve, images=100):
@@ -34,9 +35,9 @@ def test_equal_rates_are_not_called_different():
     assert "a gain is not seen" in words and "a difference is not seen" in words
 
 
-def test_few_images_are_no_verdict():
-    words = said({0.1: scored(0.9, 8)}, images=8)
-    assert "too few images to say which rates are as good" in words and "a gain is not seen" in words
+def test_few_images_or_steps_are_no_verdict():
+    for words in (said({0.1: scored(0.9, 8)}, images=8), said({0.1: scored(0.7, steps=2)})):
+        assert words.endswith("There are too few images or steps to say which rates are better than others.")
 
 
 def test_figure(tmp_path):

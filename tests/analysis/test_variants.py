@@ -9,11 +9,13 @@ import pytest
 import torch
 from subjects import labelled_subject
 
+from acclimate.analysis.intervals import Adaptation
 from acclimate.analysis.subject import predicted
-from acclimate.analysis.variants import Scored, require_labels, run_variants
+from acclimate.analysis.variants import Scored, recoveries, require_labels, run_variants
 from acclimate.errors import ConfigError, StateError
 
 CORRUPTIONS = ["brightness", "contrast"]
+MANY = Adaptation(8, 0.01)
 VARIANTS = {"one": ("source", {}), "two": ("tent", {"lr": 0.5}), "three": ("source", {})}
 
 
@@ -27,6 +29,7 @@ def test_results_belong_to_their_variant_and_corruption(tmp_path):
     assert scored["one"].accuracies == pytest.approx([100 * each.mean() for each in right])
     assert [outcome.spec.method for outcome in scored["two"].outcomes] == ["tent", "tent"]
     assert all(100 * o.result.mean == pytest.approx(a) for o, a in zip(scored["two"].outcomes, scored["two"].accuracies))
+    assert scored["two"].adaptation.steps == 1 and scored["two"].adaptation.drift > 0 == scored["one"].adaptation.drift
     assert len(list(tmp_path.glob("*/result.json"))) == 4, "the same run is made once"
     again = run_variants(subject, CORRUPTIONS, VARIANTS, severity=1, seed=0)
     assert all(outcome.found for each in again.values() for outcome in each.outcomes)
@@ -51,10 +54,10 @@ def test_differences_are_paired_over_images():
     rng = np.random.default_rng(0)
     base = rng.random((2, 200)) < 0.5
     better = base | (rng.random((2, 200)) < 0.1)
-    gain = Scored([], better).over(Scored([], base))
-    assert gain.excludes_zero and gain.mean == pytest.approx(Scored([], better).mean - Scored([], base).mean)
+    gain = Scored([], better, MANY).over(Scored([], base, MANY))
+    assert gain.excludes_zero and gain.mean == pytest.approx(Scored([], better, MANY).mean - Scored([], base, MANY).mean)
     assert gain.images == 200 and gain.high - gain.low < 8
-    assert not Scored([], base).over(Scored([], base)).excludes_zero
+    assert not Scored([], base, MANY).over(Scored([], base, MANY)).excludes_zero
 
 
 def test_accuracy_needs_the_labels_of_the_model():
@@ -67,4 +70,4 @@ def test_accuracy_needs_the_labels_of_the_model():
 def test_only_recoveries_are_counted():
     events = [[(3, "recovered"), (4, "skipped")], []]
     outcomes = [SimpleNamespace(result=SimpleNamespace(events=each)) for each in events]
-    assert Scored(outcomes, np.ones((2, 3), bool)).recoveries == 1
+    assert recoveries(outcomes) == 1

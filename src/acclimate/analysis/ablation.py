@@ -12,10 +12,10 @@ from ..methods._leading import leading_blocks
 from ..models.families import view
 from ..papers.dct.reported import reported
 from .figures import HUES, INK, Figure, drawing, new, spoken
-from .intervals import verdict
+from .intervals import enough, verdict
 from .registry import CORRUPTIONS, FIVE, SEED, SEVERITY, FigureKind
 from .subject import BATCH, Subject
-from .variants import HOW_RUN, Scored, protocol_of, rows_of, run_variants, worded_options
+from .variants import HOW_RUN, Scored, protocol_of, recoveries, rows_of, run_variants, worded_options
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,17 +108,20 @@ def findings(scored: Mapping[str, Scored], same: Sequence[str]) -> list[str]:
         a.result.predictions == b.result.predictions
         for a, b in zip(scored["keys and values"].outcomes, scored["queries, keys and values"].outcomes)
     )
-    certain = [name for name, gain in gains.items() if gain.excludes_zero]
+    if enough(gains[best], whole.adaptation):
+        certain = [name for name, gain in gains.items() if gain.excludes_zero]
+        different = f"Certainly different from DCT: {', '.join(certain) or 'no row'}."
+    else:
+        different = "There are too few images or steps to say which rows differ from DCT."
     return [
         f"Source {scored['Source'].mean:.1f} %, SAR {sar.mean:.1f} %, DCT {whole.mean:.1f} %. Over SAR, free vectors gain "
         f"{free.over(sar).text('points', 1)} and DCT {whole.over(sar).text('points', 1)}; in the paper {said[0]:+.1f} and "
-        f"{said[1]:+.1f}. That DCT gains over SAR {verdict(whole.over(sar))}.",
+        f"{said[1]:+.1f}. That DCT gains over SAR {verdict(whole.over(sar), whole.adaptation)}.",
         f"Of the changed rows, {worst!r} has the lowest mean ({gains[worst].text('points', 1)} from DCT) and {best!r} the "
-        f"highest ({gains[best].text('points', 1)}). "
-        + (f"Certainly different from DCT: {', '.join(certain)}." if certain else "No row is certainly different from DCT."),
+        f"highest ({gains[best].text('points', 1)}). {different}",
         f"With and without the query conditioner the scores of all images {'are the same' if alike else 'differ'}.",
-        f"Without the filter the model recovered {scored['no filter of samples'].recoveries} times, with it "
-        f"{whole.recoveries} times, over {len(whole.outcomes)} runs.",
+        f"Without the filter the model recovered {recoveries(scored['no filter of samples'].outcomes)} times, with it "
+        f"{recoveries(whole.outcomes)} times, over {len(whole.outcomes)} runs.",
     ]
 
 

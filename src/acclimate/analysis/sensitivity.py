@@ -65,15 +65,16 @@ def findings(curve: Mapping[float, Scored], sar: Scored, source: Scored) -> list
     gains = {rate: curve[best].over(scored) for rate, scored in curve.items()}
     alike = [rate for rate in curve if not gains[rate].excludes_zero]
     learned, paper = gains[still], gains[PAPERS_RATE]
-    return [
+    said = [
         f"DCT is best at a rate of {best:g} with {curve[best].mean:.1f} %; SAR has {sar.mean:.1f} %, Source "
-        f"{source.mean:.1f} %. DCT at that rate gains {curve[best].over(sar).text('points', 1)} over SAR.",
-        f"The worst rate, {worst:g}, has {curve[worst].mean:.1f} %. "
-        + (
-            f"The paired difference from the best may be 0 for {', '.join(f'{rate:g}' for rate in alike)}."
-            if enough(learned)
-            else "There are too few images to say which rates are as good as the best."
-        ),
+        f"{source.mean:.1f} %. DCT at that rate gains {curve[best].over(sar).text('points', 1)} over SAR. The worst rate, "
+        f"{worst:g}, has {curve[worst].mean:.1f} %."
+    ]
+    if not enough(learned, curve[best].adaptation):
+        return [*said, "There are too few images or steps to say which rates are better than others."]
+    return [
+        *said,
+        f"The paired difference from the best may be 0 for {', '.join(f'{rate:g}' for rate in alike)}.",
         f"Over a rate of {still:g}, at which the generators hardly leave their start, learning them brings "
         f"{learned.text('points')}" + ("." if learned.excludes_zero else ": a gain is not seen."),
         f"From the paper's best rate, {PAPERS_RATE:g}, the best here differs by {paper.text('points')}"
@@ -90,18 +91,19 @@ def _draw_rates(
     for i, corruption in enumerate(corruptions):
         colour = HUES[i % len(HUES)]
         for axes, values in ((left, accuracy), (right, above)):
-            axes.plot(rates, [row[i] for row in values], lw=0.8, marker="o", ms=2, color=colour, label=spoken(corruption))
+            style: Any = dict(lw=0.8, marker="o", ms=2, color=colour, label=spoken(corruption), zorder=3)  # above the mean
+            axes.plot(rates, [row[i] for row in values], **style)
     for axes, values in ((left, accuracy), (right, above)):
         axes.plot(rates, [statistics.fmean(row) for row in values], lw=2.4, marker="o", ms=4, color=INK, label="mean")
-        axes.axvline(PAPERS_RATE, color=INK, lw=0.8, ls=":")
+        axes.axvline(PAPERS_RATE, color=INK, lw=0.8, ls=":", label="the paper's best rate")
         axes.set_xscale("log")
         axes.set_xlabel("learning rate of the generators")
     gains = [scored.over(sar) for scored in curve.values()]
     right.fill_between(rates, [g.low for g in gains], [g.high for g in gains], color=INK, alpha=0.12, linewidth=0)
     left.axhline(sar.mean, color=INK, lw=1, ls="--", label="SAR, mean")
-    left.axhline(source.mean, color="#7F7F7F", lw=1, ls="--", label="Source, mean")
+    left.axhline(source.mean, color="#7F7F7F", lw=1.4, ls=":", label="Source, mean")
     right.axhline(0, color=INK, lw=1, ls="--")
-    right.axhline(source.mean - sar.mean, color="#7F7F7F", lw=1, ls="--")
+    right.axhline(source.mean - sar.mean, color="#7F7F7F", lw=1.4, ls=":")
     left.set_ylabel("top-1 accuracy (%)")
     right.set_ylabel("DCT minus SAR (points)")
     left.set_title("Accuracy")

@@ -20,7 +20,7 @@ from ..evaluation.journal import steps_of
 from ..evaluation.spec import Protocol
 from ..evaluation.store import Outcome
 from ..models.families import view
-from .intervals import Interval, paired
+from .intervals import Adaptation, Interval, paired
 from .subject import BATCH, Subject
 
 Variants = Mapping[str, tuple[str, Mapping[str, Any]]]  # what it is called, method, options
@@ -37,6 +37,7 @@ class Scored:
 
     outcomes: list[Outcome]
     right: npt.NDArray[np.bool_]  # (corruptions, images): the images are the same, in the same order, in all variants
+    adaptation: Adaptation  # of the run that went least far
 
     @property
     def accuracies(self) -> list[float]:
@@ -52,11 +53,6 @@ class Scored:
     def images(self) -> int:
         """Return the number of images."""
         return self.right.shape[1]
-
-    @property
-    def recoveries(self) -> int:
-        """Return how often the method went back to the source model."""
-        return sum(event == "recovered" for outcome in self.outcomes for _, event in outcome.result.events)
 
     def over(self, other: Scored) -> Interval:
         """Return the mean gain over another variant, in points, with an interval over images."""
@@ -90,22 +86,25 @@ def run_variants(
             console=subject.console,
         )
         # one domain after another, each with all methods
-        right = [right_images(outcome, domains[i // len(methods)], seed) for i, outcome in enumerate(results)]
-    return {
-        name: Scored(list(results[at :: len(methods)]), np.stack(right[at :: len(methods)])) for name, at in position.items()
-    }
+        runs = [_run(outcome, domains[i // len(methods)], seed) for i, outcome in enumerate(results)]
+    scored = {}
+    for name, at in position.items():
+        right, adaptations = zip(*runs[at :: len(methods)])
+        scored[name] = Scored(list(results[at :: len(methods)]), np.stack(right), min(adaptations))
+    return scored
 
 
-def right_images(outcome: Outcome, domain: Domain, seed: int) -> npt.NDArray[np.bool_]:
-    """Return which images of a domain were predicted right in a run, in the order of the domain."""
+def _run(outcome: Outcome, domain: Domain, seed: int) -> tuple[npt.NDArray[np.bool_], Adaptation]:
+    """Return which images were predicted right in a run, in the order of the domain, and how far the run went."""
     assert outcome.folder is not None
-    top = "".join(line["top"] for line in steps_of(outcome.folder))
+    steps = steps_of(outcome.folder)
+    top = "".join(line["top"] for line in steps)
     stream = Stream(domain, batch_size=BATCH, seed=seed)
     if len(top) != stream.samples or stream.digest != outcome.spec.order:
         raise StateError(f"{outcome.folder} lacks the steps of its run: remove it, and it is run again.")
     right = np.empty(len(top), dtype=bool)
     right[stream.order] = np.array(list(top)) == "2"
-    return right
+    return right, Adaptation(len(steps), steps[-1]["drift"] or 0.0)
 
 
 def require_labels(subject: Subject) -> None:
@@ -127,6 +126,11 @@ def protocol_of(scored: Scored, **more: str) -> dict[str, str]:
     return {**spec.shared, "corruptions": where, "images": f"{scored.images} of each", "seed": str(spec.seed), **more}
 
 
+def recoveries(outcomes: Sequence[Outcome]) -> int:
+    """Return how often a method went back to the source model."""
+    return sum(event == "recovered" for outcome in outcomes for _, event in outcome.result.events)
+
+
 def worded_options(options: Mapping[str, Any]) -> str:
     """Return options in words."""
     return ", ".join(f"{name} {value}" for name, value in options.items()) or "the defaults"
@@ -144,6 +148,6 @@ def rows_of(variants: Variants, scored: Mapping[str, Scored]) -> Iterator[dict[s
                 "domain": str(outcome.spec.domains[0]),
                 "accuracy": accuracy,
                 "learned_from": 100 * result.used / result.samples,
-                "recoveries": Scored([outcome], scored[name].right).recoveries,
+                "recoveries": recoveries([outcome]),
                 "run": outcome.spec.id,
             }
