@@ -117,8 +117,8 @@ def findings(scored: Mapping[str, Scored], same: Sequence[str]) -> list[str]:
         f"Source {scored['Source'].mean:.1f} %, SAR {sar.mean:.1f} %, DCT {whole.mean:.1f} %. Over SAR, free vectors gain "
         f"{free.over(sar).text('points', 1)} and DCT {whole.over(sar).text('points', 1)}; in the paper {said[0]:+.1f} and "
         f"{said[1]:+.1f}. That DCT gains over SAR {verdict(whole.over(sar), whole.adaptation)}.",
-        f"Of the changed rows, {worst!r} has the lowest mean ({gains[worst].text('points', 1)} from DCT) and {best!r} the "
-        f"highest ({gains[best].text('points', 1)}). {different}",
+        f"Of the changed rows, {worst!r} has the lowest mean, {gains[worst].text('points', 1)} from DCT, and {best!r} the "
+        f"highest, {gains[best].text('points', 1)}. {different}",
         f"With and without the query conditioner the scores of all images {'are the same' if alike else 'differ'}.",
         f"Without the filter the model recovered {recoveries(scored['no filter of samples'].outcomes)} times, with it "
         f"{recoveries(whole.outcomes)} times, over {len(whole.outcomes)} runs.",

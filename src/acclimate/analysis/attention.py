@@ -67,7 +67,7 @@ def vit_of(model: nn.Module) -> ViT:
 
 @contextmanager
 def passing(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Give what passes images through a model or an adapter, which stays as it is: whole, and where hooks see them."""
+    """Provide a function that passes a batch through a model or an adapter, whole and seen by hooks; neither changes."""
     if isinstance(model, Adapter):
         with model.frozen(), model.engine.undivided():
             yield model

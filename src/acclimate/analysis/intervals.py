@@ -30,7 +30,7 @@ class Interval(NamedTuple):
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether the sign of the mean is certain at this level, and the images are enough to say so."""
+        """Return whether the sign of the mean is certain at this level, and the images are enough to say so."""
         return self.images >= LEAST_IMAGES and (self.low > 0 or self.high < 0)
 
     def text(self, unit: str, digits: int = 2, scale: float = 1) -> str:

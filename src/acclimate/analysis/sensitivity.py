@@ -108,7 +108,7 @@ def _draw_rates(
     right.set_ylabel("DCT minus SAR (points)")
     left.set_title("Accuracy")
     right.set_title("Difference from SAR")
-    left.figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    left.figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize=8)
 
 
 FIGURE = FigureKind(
