@@ -92,9 +92,10 @@ def test_a_changed_file_is_another_run(method_file, tmp_path):
     (first,) = acclimate.bench(methods=[str(method_file)], **how)
     (again,) = acclimate.bench(methods=[str(method_file)], **how)
     assert again.found and again.spec.id == first.spec.id
-    method_file.write_text(METHOD + "\n# another version\n")
+    method_file.write_text(METHOD.replace("self.sharpness * engine", "-self.sharpness * engine"))
     (other,) = acclimate.bench(methods=[str(method_file)], **how)
     assert not other.found and other.spec.id != first.spec.id
+    assert other.result.predictions != first.result.predictions, "the new code is what runs"
 
 
 @pytest.mark.parametrize(

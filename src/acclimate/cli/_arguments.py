@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
     from ..data.catalog import Selection
+    from ..data.domains import Domain
     from ..evaluation.testbed import Testbed
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -99,6 +100,20 @@ def open_given(given: argparse.Namespace, needed: Collection[str] | None = None)
         needed=needed,
         device=given.device,
     )
+
+
+def clean_source(testbed: Testbed) -> Domain:
+    """Return the clean images of a testbed, for what is learned from the source data."""
+    from ..errors import ConfigError
+
+    data = testbed.data
+    if data.held_out is not None:
+        return data.held_out
+    if data.domains[0].key.severity is not None:
+        return data.domain()
+    if len(data.domains) > 1:
+        raise ConfigError(f"{data.name} has several domains: take the clean source images alone (--domains NAME).")
+    return data.domains[0]
 
 
 def split(text: str | None) -> list[str]:

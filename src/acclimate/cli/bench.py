@@ -55,7 +55,7 @@ def add(commands: Commands) -> None:
     )
     add_data(what)
     add_selection(what)
-    what.add_argument("--full", action="store_true", help="all 15 corruptions of ImageNet-C on the bundled images")
+    what.add_argument("--full", action="store_true", help="all 15 corruptions of ImageNet-C, on the bundled images too")
 
     how = bench.add_argument_group("how")
     how.add_argument(
@@ -112,8 +112,8 @@ def _bench(given: argparse.Namespace) -> None:
     from ..papers.dct.protocols import source_remarks
     from ..report.terminal import show
 
-    if given.full and (given.corruptions is not None or given.data != "bundled"):
-        raise ConfigError("--full is all corruptions of the bundled images: leave out --corruptions and --data.")
+    if given.full and given.corruptions is not None:
+        raise ConfigError("--full is all 15 corruptions: leave out --corruptions.")
     shard = given.shard.split("/")
     if len(shard) != 2 or not all(part.isdigit() for part in shard):
         raise ConfigError(f"--shard {given.shard}: give two numbers, like 3/10.")

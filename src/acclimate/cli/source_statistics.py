@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ._arguments import Commands, add_data, add_model, names, new_command, open_given
+from ._arguments import Commands, add_data, add_model, clean_source, names, new_command, open_given
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +63,6 @@ def _compute(given: argparse.Namespace) -> None:
     require_whole(1, images=given.images, batch_size=given.batch_size)
     kinds = names("kinds", given.kinds)
     images, given.images = given.images, None  # open all images: the limit applies to the random choice below
-    given.corruptions = "clean" if given.data == "bundled" else None
     testbed = open_given(given, needed=())
     batches = _batches(testbed, images, given.batch_size)
     made = source_statistics(testbed.model, batches, kinds=kinds, samples=images, batch_size=given.batch_size)
@@ -77,12 +76,10 @@ def _batches(testbed: Testbed, images: int, batch_size: int) -> Iterator[tuple[T
 
     from ..data.domains import Subset
     from ..data.streams import Stream
-    from ..errors import ConfigError
 
     data = testbed.data
-    if len(data.domains) > 1:
-        raise ConfigError(f"{data.name} has several domains: take the clean source images alone (--domains NAME).")
-    chosen = Subset.sample(data.domains[0], min(images, len(data.domains[0].labels)))
+    domain = clean_source(testbed)
+    chosen = Subset.sample(domain, min(images, len(domain.labels)))
     columns = None if data.classes is None else torch.tensor(data.classes)
     for batch in Stream(chosen, batch_size=batch_size):
         yield batch.images, batch.labels if columns is None else columns[batch.labels]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ._arguments import Commands, new_command
+from ._arguments import Commands, add_data, add_model, clean_source, new_command, open_given
 
 RECIPE = ("epochs", "batch_size", "lr")
 SIZES = ("stages", "prompts", "hidden", "bottleneck", "outputs")
@@ -39,12 +39,9 @@ def add(commands: Commands) -> None:
         epilog=EPILOG,
     )
     what = train.add_argument_group("what")
-    what.add_argument("--model", required=True, metavar="NAME", help="as for bench")
-    what.add_argument("--weights", metavar="FILE", help="local weights of a timm model, instead of a download")
-    what.add_argument("--data", required=True, metavar="NAME", help="clean images: a name in: acclimate data list")
-    what.add_argument("--root", required=True, metavar="DIR", help="where they are")
+    add_model(what)
+    add_data(what)
     what.add_argument("--domains", metavar="NAME", help="of office-home: the one that the model was trained on")
-    what.add_argument("--partial", action="store_true", help="take a data set that is not complete")
     what.add_argument(
         "--out", required=True, metavar="FILE", help="*.safetensors; until finished, *.unfinished is beside it"
     )
@@ -72,30 +69,25 @@ def _train(given: argparse.Namespace) -> None:
 
     from rich.console import Console
 
-    from ..data.catalog import Selection, open_data
     from ..errors import ConfigError
     from ..methods.dept.network import Sizes
     from ..methods.dept.training import PromptRecipe, train_prompts
-    from ..models.loading import load_model
     from ..training.loop import say
 
     def chosen(names: tuple[str, ...]) -> dict[str, int]:
         return {name: value for name in names if (value := getattr(given, name)) is not None}
 
     recipe, sizes = PromptRecipe(**chosen(RECIPE)), Sizes(**chosen(SIZES))
-    model = load_model(given.model, weights=given.weights)
-    part = Selection(domains=given.domains and [given.domains], partial=given.partial)
-    data = open_data(given.data, given.root, model, part)
-    if len(data.domains) > 1:
-        raise ConfigError(f"{given.data} has several domains: take the clean source images alone (--domains NAME).")
+    testbed = open_given(given, needed=())
+    data, domain = testbed.data, clean_source(testbed)
     if data.classes is not None:
         raise ConfigError(
             f"{given.data} has {len(data.classes)} of the model's classes: prompts are trained on all of them."
         )
     console = Console()
     made = train_prompts(
-        model,
-        data.domains[0],
+        testbed.model,
+        domain,
         data.class_names,
         given.out,
         sizes=sizes,

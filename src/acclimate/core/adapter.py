@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import threading
 import time
@@ -21,6 +20,7 @@ from ..errors import ConfigError, InputError, ModelError, NonFiniteError, StateE
 from ..models.fingerprint import fingerprint, require_same
 from ..models.normalisation import model_normalisation, unknown_normalisation
 from . import statefile
+from .digests import digest_bytes
 from .engine import Engine, entropy
 from .method import Method, Setup, Step
 from .options import COST_ONLY, Options
@@ -131,7 +131,7 @@ class Adapter(nn.Module):
         options = {name: value for name, value in self._options.items() if name not in COST_ONLY}
         run = json.dumps([type(self.method).__qualname__, self.method.config, options], sort_keys=True, default=repr)
         begin = fingerprint(self.engine.vit, {**self.state.initial, **self.state.constants()})["weights"]
-        digests = {**self.fingerprint(), "run": hashlib.sha256(run.encode()).hexdigest()[:16], "begin": begin}
+        digests = {**self.fingerprint(), "run": digest_bytes(run.encode()), "begin": begin}
         for what, others in ranks.differing(digests).items():
             who = f"Rank {', '.join(map(str, others))}"
             if what == "architecture":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import inspect
 import os
@@ -13,9 +12,11 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ..errors import ConfigError, suggest
+from .digests import digest_json
+from .files import file_digest
 from .method import Method
 
 GROUP = "acclimate.methods"  # the group of entry points, and the package of the built-in methods
@@ -23,7 +24,16 @@ DEFAULT_METHODS = ("source", "tent", "sar", "dct")  # compared in a bench by def
 
 M = TypeVar("M", bound=type[Method])
 _REGISTRY: dict[str, type[Method]] = {}
-_FILES: dict[Path, list[str]] = {}  # files that were read, and the methods that they registered
+
+
+class _ReadFile(NamedTuple):
+    """A Python file that was read."""
+
+    digest: str
+    names: list[str]  # of the methods that it registered
+
+
+_FILES: dict[Path, _ReadFile] = {}
 
 
 def register(name: str) -> Callable[[M], M]:
@@ -87,42 +97,49 @@ def is_registered(method: Method) -> bool:
 
 
 def read_file(file: str | os.PathLike[str]) -> list[str]:
-    """Run a Python file that registers methods, and return the names of these methods.
+    """Run a Python file that registers methods, and return their names. A file that has changed is run again.
 
-    A file is run only once. It becomes a module whose name depends on its path, so that instances of its classes can be sent
-    to other processes that have read the same file.
+    The file becomes a module whose name depends on its path and content, so that its classes can be sent to other processes
+    that have read it too.
     """
     path = Path(file).resolve()
-    if path not in _FILES:
-        if not path.is_file():
-            raise ConfigError(f"{file} does not exist: give a Python file that registers methods, or the name of one.")
-        known = set(list_methods())
-        name = f"acclimate_file_{hashlib.sha256(bytes(path)).hexdigest()[:16]}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)
-        try:
-            spec.loader.exec_module(module)
-        except Exception as error:  # a file of the user may raise any error
-            del sys.modules[name]
-            for new in set(_REGISTRY) - known:
-                del _REGISTRY[new]
-            raise ConfigError(f"{file} cannot be read as a file of methods: {type(error).__name__}: {error}") from error
-        _FILES[path] = [name for name in list_methods() if name not in known]
-    if not _FILES[path]:
+    if not path.is_file():
+        raise ConfigError(f"{file} does not exist: give a Python file that registers methods, or the name of one.")
+    digest = file_digest(path)
+    before = _FILES.get(path)
+    if before is None or before.digest != digest:
+        for name in [] if before is None else before.names:
+            _REGISTRY.pop(name, None)
+        _FILES[path] = _ReadFile(digest, _run_file(path, f"acclimate_file_{digest_json([str(path), digest])}"))
+    if not _FILES[path].names:
         raise ConfigError(f"{file} registers no method: decorate a class with acclimate.register(...).")
-    return _FILES[path]
+    return _FILES[path].names
+
+
+def _run_file(path: Path, module_name: str) -> list[str]:
+    """Run a file as a module, and return the methods that it registered; one that fails leaves nothing behind."""
+    known = set(list_methods())
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever a user's file raises
+        del sys.modules[module_name]
+        for new in set(_REGISTRY) - known:
+            del _REGISTRY[new]
+        raise ConfigError(f"{path} cannot be read as a file of methods: {type(error).__name__}: {error}") from error
+    return [name for name in list_methods() if name not in known]
 
 
 def files_read() -> list[Path]:
-    """Return the Python files that were read, for a process that needs the same methods."""
+    """Return the Python files that were read, for a process that has to know the same methods."""
     return list(_FILES)
 
 
 def code_digest(cls: type[Method]) -> str | None:
-    """Return a digest of the file that a method was read from, or None for a method of a package."""
-    path = next((path for path, names in _FILES.items() if cls.name in names), None)
-    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    """Return a digest of the file that a method was read from; None for a method that is part of a package."""
+    return next((read.digest for read in _FILES.values() if cls.name in read.names), None)
 
 
 _loading = threading.RLock()

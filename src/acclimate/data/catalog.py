@@ -53,6 +53,7 @@ class Data:
     classes: list[int] | None = None  # columns of the model's head, for `acclimate.adapt`; None: all
     unknown: int | None = None  # the label of images of no class, for which any prediction is wrong
     opener: Callable[[DomainKey], Domain] | None = field(default=None, compare=False)  # opens other domains
+    held_out: Domain | None = None  # clean images that no stream shows, for what is learned from the source data
     severity: int = SEVERITY  # the default severity of a corruption
 
     @property
@@ -286,7 +287,8 @@ def _open_bundled(
         return Subset.sample(shown, count)
 
     domains = [opened(key) for key in chosen.keys(bundled.SHOWN, bundled.SEVERITY)]
-    return Data(bundled.NAME, domains, bundled.CLASSES, None, None, opened, bundled.SEVERITY)
+    unseen = Subset.sample(Corrupted(everything, mean=takes.mean, std=takes.std), bundled.FOR_TUNING, skip=most)
+    return Data(bundled.NAME, domains, bundled.CLASSES, opener=opened, held_out=unseen, severity=bundled.SEVERITY)
 
 
 @dataclass

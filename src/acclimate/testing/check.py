@@ -132,7 +132,7 @@ def only_declared_parameters_change(case: Case) -> None:
 
 
 def state_is_torch_state(case: Case) -> None:
-    """Require that a step changes nothing but adapted parameters, buffers and the optimizer's state, which reset and save cover."""
+    """Require that a step changes adapted parameters, buffers and the optimizer's state alone: what is reset and saved."""
     adapter = case.wrap()
     torch_state = _torch_state(adapter)
     before = _other_state(adapter, torch_state)
