@@ -1,4 +1,4 @@
-"""Runs, the store, sweeps and tables, on a tiny model."""
+"""Runs, the store, grids and tables, on a tiny model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from acclimate.data.domains import Corrupted, Domain, DomainKey, Images
 from acclimate.data.streams import Stream
 from acclimate.errors import ConfigError, StateError
 from acclimate.evaluation import jobs as work
+from acclimate.evaluation.formats import markdown, terminal
 from acclimate.evaluation.grid import run_grid
 from acclimate.evaluation.run import run
 from acclimate.evaluation.scores import Scores
 from acclimate.evaluation.spec import describe, specify
 from acclimate.evaluation.store import Store
-from acclimate.evaluation.tables import Grid, markdown, terminal
+from acclimate.evaluation.tables import Grid, Summary
 from acclimate.evaluation.testbed import open_testbed
 from acclimate.testing.check import tiny_batches, tiny_vit
 
@@ -201,34 +202,45 @@ def test_a_wrong_option_is_found_before_anything_runs(monkeypatch):
         quiet_grid(tiny_vit(), [Stream(Batches())], {"source": {}, "tent": {"speed": 1}})
 
 
+FOG, SNOW = DomainKey("fog", 5), DomainKey("snow", 5)
+
+
 def test_the_tables_have_mean_and_deviation_over_seeds(outcomes):
     grid = Grid(outcomes)
-    assert grid.methods == ["source", "tent"] and grid.columns == ["fog", "snow", "mean", "2nd half"]
-    tent = {(o.spec.domains[0], o.spec.seed): 100 * o.result.mean for o in outcomes if o.spec.method == "tent"}
-    fog = [tent["fog/5", seed] for seed in (0, 1)]
-    assert grid.cell("tent", "fog") == pytest.approx((np.mean(fog), np.std(fog, ddof=1)))
-    means = [np.mean([tent[name, seed] for name in ("fog/5", "snow/5")]) for seed in (0, 1)]
-    assert grid.cell("tent", "mean") == pytest.approx((np.mean(means), np.std(means, ddof=1)))
-    assert grid.gain("tent", "mean") == pytest.approx(np.mean(means) - 100)
-    lines = markdown(Grid(outcomes)).splitlines()
-    assert lines[0] == "| method | fog | snow | mean | 2nd half |"
-    assert lines[2] == "| source | **100.0±0.0** | **100.0±0.0** | **100.0±0.0** | **100.0±0.0** |"
+    _, tent = grid.rows
+    assert [row.method for row in grid.rows] == ["source", "tent"] and grid.columns == [FOG, SNOW, *Summary]
+    found = {(o.spec.domains[0], o.spec.seed): 100 * o.result.mean for o in outcomes if o.spec.method == "tent"}
+    fog = [found[FOG, seed] for seed in (0, 1)]
+    assert [grid.cell(tent, FOG).accuracy, grid.cell(tent, FOG).deviation] == pytest.approx(
+        [np.mean(fog), np.std(fog, ddof=1)]
+    )
+    means = [np.mean([found[key, seed] for key in (FOG, SNOW)]) for seed in (0, 1)]
+    cell = grid.cell(tent, Summary.MEAN)
+    assert [cell.accuracy, cell.deviation, cell.seeds] == pytest.approx([np.mean(means), np.std(means, ddof=1), 2])
+    assert grid.gain(tent, Summary.MEAN).points == pytest.approx(np.mean(means) - 100)
+    lines = markdown(grid).splitlines()
+    assert lines[0].startswith("| method | fog | snow | mean | second half |")
+    assert "| source |" in lines[2] and "100.0±0.0" in lines[2]
     assert f"{np.mean(means):.1f}±{np.std(means, ddof=1):.1f}" in lines[3]
 
 
 def printed(outcomes, width: int) -> str:
     console = Console(width=width, file=io.StringIO())
-    console.print(terminal(Grid(outcomes), "Top-1"))
+    console.print(terminal(Grid(outcomes), "Top-1", width=width))
     return console.file.getvalue()
 
 
 def test_a_table_of_many_domains_still_fits_a_terminal(outcomes):
     assert "100.0±0.0" in printed(outcomes, 100)
     pairs = [
-        replace(o, spec=replace(o.spec, domains=[f"{name}/5"]), result=replace(o.result, per_domain={f"{name}/5": 1.0}))
+        replace(
+            o,
+            spec=replace(o.spec, domains=[DomainKey(name, 5)]),
+            result=replace(o.result, per_domain={DomainKey(name, 5): 1.0}, by_image={}),
+        )
         for name in CORRUPTIONS
         for o in outcomes[:4]
-        if o.spec.domains == ["fog/5"]
+        if o.spec.domains == [FOG]
     ]
     text = printed(pairs, 80)
     assert "…" not in text
@@ -238,9 +250,10 @@ def test_a_table_of_many_domains_still_fits_a_terminal(outcomes):
 def test_several_domains_in_one_stream_have_a_column_each():
     stream = Stream([Batches("fog"), Batches("snow")], "continual", batch_size=8)
     outcomes = quiet_grid(tiny_vit(), [stream])
-    assert Grid(outcomes).columns == ["fog", "snow", "mean", "2nd half"]
+    grid = Grid(outcomes)
+    assert grid.columns == [FOG, SNOW, *Summary]
     tent = outcomes[1].result
-    assert Grid(outcomes).cell("tent", "snow")[0] == pytest.approx(100 * tent.per_domain["snow/5"])
+    assert grid.cell(grid.rows[1], SNOW).accuracy == pytest.approx(100 * tent.per_domain[SNOW])
 
 
 def test_results_that_do_not_belong_together_are_refused(outcomes):
@@ -252,8 +265,8 @@ def test_results_that_do_not_belong_together_are_refused(outcomes):
         Grid([*outcomes, other])
     with pytest.raises(ConfigError, match="no result"):
         Grid([])
-    missing = [o for o in outcomes if o.spec.method == "source" or o.spec.domains == ["fog/5"]]
-    assert Grid(missing).text("tent", "snow") == "-"
+    missing = Grid([o for o in outcomes if o.spec.method == "source" or o.spec.domains == [FOG]])
+    assert missing.text(missing.rows[1], SNOW) == "-"
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_anything_runs(tmp_path, monkeypatch):
