@@ -1,1 +1,1 @@
-"""One file, one paper. `acclimate.list_methods()` lists them."""
+"""The adaptation methods, one file or folder for each paper; `acclimate.list_methods()` lists them."""

@@ -1,4 +1,4 @@
-"""What Adam asks of the parameters that it adapts."""
+"""A requirement that Adam has on the data type of the parameters that it adapts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from ..models.view import ViT, require_supported
 
 
 def require_room_for_squares(vit: ViT, adapted: Iterable[nn.Parameter]) -> None:
-    """Refuse parameters in float16, in which most squared gradients, by whose average Adam divides, are zero."""
+    """Raise an error if an adapted parameter is in float16.
+
+    Adam divides by averages of squared gradients, and most of these squares are zero in float16.
+    """
     require_supported(
         vit.model,
         all(p.dtype is not torch.float16 for p in adapted),

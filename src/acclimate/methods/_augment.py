@@ -1,4 +1,7 @@
-"""Augmentations of pixels from 0 to 1, (batch, channels, height, width); all that is random comes from a given generator."""
+"""Augmentations of pixels from 0 to 1, of shape (batch, channels, height, width).
+
+All random numbers come from a given generator.
+"""
 
 from __future__ import annotations
 
@@ -16,24 +19,25 @@ NOISE = 0.005  # standard deviation
 
 
 def uniform(low: float, high: float, rng: torch.Generator) -> float:
+    """Draw a number from the uniform distribution between low and high."""
     return low + (high - low) * float(torch.rand((), generator=rng, dtype=torch.float64))
 
 
 def whole(low: int, high: int, rng: torch.Generator) -> int:
-    """Of low, ..., high."""
+    """Draw one of the integers low, ..., high with equal probability."""
     return int(torch.randint(low, high + 1, (), generator=rng))
 
 
 def jitter_and_move(pixels: Tensor, rng: torch.Generator, *, padding: str = "edge", blur: bool = True) -> Tensor:
-    """CoTTA's random view, with the same parameters for the whole batch, but for the noise that it adds at the end.
+    """Apply the random augmentation of CoTTA, without its noise, with the same parameters for the whole batch.
 
-    Colours change in a random order; then the image, padded by half its size, is rotated, moved and scaled a little,
-    blurred, cropped back to its size, and mirrored half of the time.
+    The colours are changed in a random order. Then the image is padded by half its size, rotated, translated and scaled a
+    little, blurred, cropped back to its size, and mirrored with probability 0.5.
 
     Args:
         pixels: The images.
-        rng: Where the parameters are drawn from, the same number of them whatever the batch.
-        padding: "edge", or "reflect".
+        rng: The generator of the parameters. The number of draws does not depend on the batch.
+        padding: The kind of padding: "edge" or "reflect".
         blur: Whether to blur.
     """
     height, width = pixels.shape[-2:]
@@ -47,13 +51,13 @@ def jitter_and_move(pixels: Tensor, rng: torch.Generator, *, padding: str = "edg
     }
     order = torch.randperm(len(changes), generator=rng).tolist()
     angle, scale = uniform(-15, 15, rng), uniform(0.9, 1.1, rng)
-    right, down = uniform(-1 / 16, 1 / 16, rng), uniform(-1 / 16, 1 / 16, rng)  # of the padded size
+    right, down = uniform(-1 / 16, 1 / 16, rng), uniform(-1 / 16, 1 / 16, rng)  # as a share of the padded size
     sigma = uniform(0.001, 0.5, rng)
     flip = uniform(0, 1, rng) < 0.5
     if not len(x):
         return x
     for change, factor in [list(changes.items())[i] for i in order]:
-        if x.shape[1] == 3 or change not in (F.adjust_saturation, F.adjust_hue):  # which are of colours
+        if x.shape[1] == 3 or change not in (F.adjust_saturation, F.adjust_hue):  # these two need colours
             x = change(x, factor)
     x = F.pad(x, [width // 2, height // 2], padding_mode=padding)
     move = [round(right * x.shape[-1]), round(down * x.shape[-2])]
@@ -65,7 +69,10 @@ def jitter_and_move(pixels: Tensor, rng: torch.Generator, *, padding: str = "edg
 
 
 def noisy_view(images: Tensor, noise: Tensor, engine: Engine) -> Tensor:
-    """CoTTA's whole augmentation, of images as the model takes them; `noise` is standard normal and of their shape."""
+    """Apply the complete augmentation of CoTTA, noise included, to normalised images.
+
+    `noise` is standard normal and has the shape of the images.
+    """
     pixels = jitter_and_move(engine.to_pixels(images), engine.rng)
     return engine.from_pixels((pixels + NOISE * noise.to(pixels)).clamp(0, 1))
 
@@ -73,10 +80,13 @@ def noisy_view(images: Tensor, noise: Tensor, engine: Engine) -> Tensor:
 def resized_crop(
     pixels: Tensor, rng: torch.Generator, *, least: float, interpolation: InterpolationMode = InterpolationMode.BILINEAR
 ) -> Tensor:
-    """A random part of the images, of at least that share of their area, at their size; the same part of each."""
+    """Crop the same random part of all images, and resize it to their size.
+
+    `least` is the smallest share of the area that a crop may have.
+    """
     height, width = pixels.shape[-2:]
     h, w = height, width
-    for _ in range(10):  # a part that does not fit is drawn again
+    for _ in range(10):  # a crop that does not fit is drawn again
         area = height * width * uniform(least, 1, rng)
         ratio = math.exp(uniform(math.log(3 / 4), math.log(4 / 3), rng))
         wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
@@ -88,10 +98,10 @@ def resized_crop(
 
 
 def augmix(image: Tensor, rng: torch.Generator) -> Tensor:
-    """AugMix (Hendrycks et al., ICLR 2020) at severity 1, of a random part of one image, mirrored half of the time.
+    """Apply AugMix (Hendrycks et al., ICLR 2020) at severity 1 to a random crop of one image.
 
-    Three chains of one to three operations each, mixed with weights from Dirichlet(1, 1, 1), and that with the part itself
-    by a weight from Beta(1, 1).
+    The crop is mirrored with probability 0.5. Three chains of one to three operations each are mixed with weights from
+    Dirichlet(1, 1, 1), and the mixture is mixed with the crop by a weight from Beta(1, 1).
     """
     x = mirrored(resized_crop(image[None], rng, least=0.08), rng)
     x = (x.clamp(0, 1) * 255).round()
@@ -107,16 +117,17 @@ def augmix(image: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def _level(most: float, rng: torch.Generator) -> float:
-    """How strong an operation of AugMix is at severity 1: up to a tenth of the most."""
+    """Draw the strength of an AugMix operation at severity 1, which is at most a tenth of `most`."""
     return uniform(0.1, 1, rng) * most / 10
 
 
 def _signed(level: float, rng: torch.Generator) -> float:
+    """Return the level with a random sign."""
     return level if uniform(0, 1, rng) < 0.5 else -level
 
 
 def _warp(x: Tensor, *, move: tuple[int, int] = (0, 0), shear: tuple[float, float] = (0, 0)) -> Tensor:
-    """About the corner where the pixels' numbers begin; what enters is black."""
+    """Translate and shear images about the origin of the pixel coordinates, and fill the empty area with black."""
     degrees = [math.degrees(math.atan(s)) for s in shear]
     return F.affine(x, 0.0, list(move), 1.0, degrees, interpolation=InterpolationMode.BILINEAR, center=[0.0, 0.0])
 
@@ -135,12 +146,15 @@ OPERATIONS: tuple[Callable[[Tensor, torch.Generator], Tensor], ...] = (
 
 
 def mirrored(image: Tensor, rng: torch.Generator) -> Tensor:
-    """Half of the time."""
+    """Mirror the image horizontally with probability 0.5."""
     return F.horizontal_flip(image) if uniform(0, 1, rng) < 0.5 else image
 
 
 def moco_view(image: Tensor, rng: torch.Generator) -> Tensor:
-    """MoCo v2's random view without its crop: colours, grey, blur, mirror."""
+    """Apply the random augmentation of MoCo v2 without its crop.
+
+    Its parts are changes of colour, conversion to grey, blur and mirroring.
+    """
     x = image.clamp(0, 1)
     if uniform(0, 1, rng) < 0.8:
         changes: list[tuple[Callable[[Tensor, float], Tensor], float]] = [
@@ -149,7 +163,7 @@ def moco_view(image: Tensor, rng: torch.Generator) -> Tensor:
             (F.adjust_saturation, uniform(0.6, 1.4, rng)),
             (F.adjust_hue, uniform(-0.1, 0.1, rng)),
         ]
-        usable = len(changes) if x.shape[-3] == 3 else 2  # the last two are of colours
+        usable = len(changes) if x.shape[-3] == 3 else 2  # the last two need colours
         for i in torch.randperm(usable, generator=rng).tolist():
             x = changes[i][0](x, changes[i][1])
     if uniform(0, 1, rng) < 0.2 and x.shape[-3] == 3:
@@ -164,7 +178,10 @@ def moco_view(image: Tensor, rng: torch.Generator) -> Tensor:
 def views_of_each(
     images: Tensor, engine: Engine, makers: Sequence[Callable[[Tensor, torch.Generator], Tensor]]
 ) -> tuple[Tensor, ...]:
-    """Views of images as the model takes them, one batch for each maker; every image has random numbers of its own."""
+    """Return one batch of views of normalised images for each maker.
+
+    Every image has its own random numbers, which do not depend on the division of the batch.
+    """
     places, total = engine.ranks.positions(images)
     seeds = torch.randint(2**62, (total,), generator=engine.rng)[places].tolist()
     made = [images.new_zeros(0, len(makers), *images.shape[1:])]

@@ -10,15 +10,15 @@ from ..models.view import ViT
 
 
 class Bank(nn.Module):
-    """What was seen of the last samples, as many as there are places.
+    """The features and predictions of the last `size` samples.
 
-    A target domain may have fewer classes than the head. Then the first columns of the predictions are its classes'.
+    A target domain may have fewer classes than the head. Then only the first columns of the predictions are used.
 
     Args:
-        size: Places.
-        vit: The model; features are what enters its head.
-        lagging: Behave as a bank that grows by appending whole batches, so that it may get some more places than these,
-            while its pointer stays a batch behind: the first samples to be replaced are its newest.
+        size: The number of samples that the bank holds.
+        vit: The model. Features are the input of its head.
+        lagging: Behave as a bank that grows by appending whole batches. It may then hold somewhat more samples than `size`,
+            and its pointer is one batch behind: the newest samples are the first to be replaced.
     """
 
     def __init__(self, size: int, vit: ViT, *, lagging: bool = False) -> None:
@@ -33,19 +33,22 @@ class Bank(nn.Module):
         like = torch.zeros(0, dtype=vit.precise, device=vit.device)
         self.register_buffer("features", like.new_zeros(places, vit.head.in_features))
         self.register_buffer("probabilities", like.new_zeros(places, vit.classes))
-        self.register_buffer("at", torch.tensor(0))  # where the next entries go
-        self.register_buffer("seen", torch.tensor(0))  # samples
+        self.register_buffer("at", torch.tensor(0))  # index of the next entry
+        self.register_buffer("seen", torch.tensor(0))  # number of samples so far
         if lagging:
             self.grown: Tensor
-            self.register_buffer("grown", torch.tensor(0))  # places that are filled
+            self.register_buffer("grown", torch.tensor(0))  # number of entries that are filled
 
     @property
     def held(self) -> int:
-        """Places that are filled."""
+        """The number of entries that are filled."""
         return int(self.grown) if self.lagging else min(int(self.seen), self.size)
 
     def labels(self, logits: Tensor, features: Tensor, *, neighbours: int, after: int) -> Tensor:
-        """The vote of the nearest neighbours, or, until so many samples were seen, the plain prediction."""
+        """Return the labels that the nearest neighbours vote for.
+
+        Until `after` samples were seen, return the predicted labels instead.
+        """
         held = self.held
         if int(self.seen) < after or not held:
             return logits.argmax(-1)
@@ -54,7 +57,7 @@ class Bank(nn.Module):
         return self.probabilities[:, : logits.shape[-1]][nearest].mean(1).argmax(-1)
 
     def remember(self, features: Tensor, probabilities: Tensor) -> None:
-        """Put a batch into the bank, when it is full in the place of an earlier one."""
+        """Store a batch in the bank; when the bank is full, earlier entries are replaced."""
         count, held = len(features), self.held
         places, start = self.size, int(self.at)
         if self.lagging:
@@ -68,6 +71,9 @@ class Bank(nn.Module):
 
 
 def ring(start: int, count: int, size: int) -> Tensor:
-    """Where the last of so many entries go in a ring, none in the place of another."""
+    """Return the indices at which `count` new entries are stored in a ring buffer.
+
+    If there are more new entries than the buffer holds, only the last ones are stored.
+    """
     kept = min(count, size)
     return (start + count - kept + torch.arange(kept)) % size

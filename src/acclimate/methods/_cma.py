@@ -1,5 +1,6 @@
-"""CMA-ES: a search by evolution that learns the shape of what it searches (Hansen, "The CMA Evolution Strategy:
-A Tutorial", arXiv 1604.00772).
+"""CMA-ES, an evolution strategy that adapts the covariance of its search distribution.
+
+The implementation follows Hansen, "The CMA Evolution Strategy: A Tutorial", arXiv 1604.00772.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ from torch import Tensor, nn
 
 
 class CMA(nn.Module):
-    """A normal distribution that moves, grows and turns towards candidates of low cost. All of its state is in buffers.
+    """A normal distribution whose mean, scale and covariance adapt towards candidates of low cost.
 
-    Parameters have the tutorial's defaults, negative weights for the worse half of a population included. The covariance is
-    decomposed no more often than its slow change asks for, so that the decomposition adds little to the cost of an update.
+    All of its state is in buffers. The parameters have the defaults of the tutorial, including negative weights for the
+    worse half of a population. The covariance is decomposed only as often as its slow change requires, so that the
+    decomposition adds little to the cost of an update.
 
     Args:
-        dimension: Of what is searched.
-        population: Candidates of a generation.
-        sigma: Initial standard deviation, around a mean of zero.
+        dimension: The dimension of the search space.
+        population: The number of candidates in a generation.
+        sigma: The initial standard deviation. The initial mean is zero.
     """
 
     def __init__(self, dimension: int, population: int, sigma: float) -> None:
@@ -36,9 +38,9 @@ class CMA(nn.Module):
         self.rate_one = 2 / ((n + 1.3) ** 2 + mass)
         many = 2 * (0.25 + mass - 2 + 1 / mass) / ((n + 2) ** 2 + mass)
         self.rate_many = min(1 - self.rate_one, many)
-        self.usual_length = math.sqrt(n) * (1 - 1 / (4 * n) + 1 / (21 * n**2))  # of a standard normal vector
+        self.usual_length = math.sqrt(n) * (1 - 1 / (4 * n) + 1 / (21 * n**2))  # expected length of a standard normal vector
         self.gap = 1 / ((self.rate_one + self.rate_many) * n * 10)  # generations between decompositions
-        # the negative weights may forget as much as the positive ones learn, and not make the covariance indefinite
+        # The negative weights are bounded: they remove at most what the positive ones add, and the covariance stays definite.
         negative = min(
             1 + self.rate_one / self.rate_many,
             1 + 2 * _effective(bad) / (mass + 2),
@@ -60,20 +62,20 @@ class CMA(nn.Module):
         self.register_buffer("path", zeros.clone())
         self.register_buffer("path_sigma", zeros.clone())
         self.register_buffer("covariance", torch.diag(zeros + 1))
-        # Of the covariance as it was when last decomposed: the symmetric root, which is one, while axes of equal length are
-        # arbitrary and would turn with every rounding.
+        # The symmetric root of the covariance at its last decomposition. It is unique. Eigenvectors of equal eigenvalues are
+        # not: they would change with every rounding error.
         self.register_buffer("root", torch.diag(zeros + 1))
         self.register_buffer("generation", torch.tensor(0))
-        self.register_buffer("decomposed", torch.tensor(0))  # in this generation
+        self.register_buffer("decomposed", torch.tensor(0))  # generation of the last decomposition
 
     def ask(self, rng: torch.Generator) -> Tensor:
-        """Candidates, (population, dimension)."""
+        """Draw a generation of candidates, (population, dimension)."""
         draws = torch.randn(self.population, self.dimension, generator=rng, dtype=torch.float64).to(self.mean.device)
         return self.mean + self.sigma * draws @ self.root
 
     @torch.no_grad()
     def tell(self, candidates: Tensor, costs: Tensor) -> None:
-        """Learn from the costs of a population, whose lowest are the best. Nothing has changed if this fails."""
+        """Update the distribution from the costs of a population; if this fails, nothing has changed."""
         order = costs.argsort(stable=True)
         steps = (candidates.to(self.mean)[order] - self.mean) / self.sigma
         weights = steps.new_tensor(self.weights)
@@ -81,13 +83,13 @@ class CMA(nn.Module):
         generation = int(self.generation) + 1
 
         keep, pull = 1 - self.rate_sigma, math.sqrt(self.rate_sigma * (2 - self.rate_sigma) * self.mass)
-        # in units in which the distribution is a standard normal one
+        # in coordinates in which the distribution is standard normal
         plain = torch.linalg.solve(self.root, torch.cat([steps, move[None]]).T).T
         path_sigma = keep * self.path_sigma + pull * plain[-1]
         stretch = float(path_sigma.norm()) / self.usual_length
         sigma = self.sigma * math.exp(min(1.0, self.rate_sigma / self.damping * (stretch - 1)))
 
-        # while sigma is about to grow, the other path stands still: the covariance shall not grow in sigma's place
+        # While sigma is about to grow, the other path is not updated, so that the covariance does not grow instead of sigma.
         growing = stretch / math.sqrt(1 - keep ** (2 * generation)) >= 1.4 + 2 / (self.dimension + 1)
         keep, pull = 1 - self.rate_path, math.sqrt(self.rate_path * (2 - self.rate_path) * self.mass)
         path = keep * self.path + (0.0 if growing else pull) * move
@@ -98,7 +100,7 @@ class CMA(nn.Module):
         stays += self.rate_one * self.rate_path * (2 - self.rate_path) * growing
         covariance = stays * self.covariance + self.rate_one * torch.outer(path, path)
         covariance += self.rate_many * (steps.T * shares) @ steps
-        covariance = (covariance + covariance.T) / 2  # rounding must not make it lopsided
+        covariance = (covariance + covariance.T) / 2  # removes the asymmetry of rounding errors
 
         if generation - int(self.decomposed) > self.gap:
             squares, axes = torch.linalg.eigh(covariance)
@@ -113,5 +115,5 @@ class CMA(nn.Module):
 
 
 def _effective(weights: list[float]) -> float:
-    """So many of equal weight would have the same effect."""
+    """Return the effective number of weights, (sum w)^2 / sum w^2."""
     return sum(weights) ** 2 / sum(w**2 for w in weights)

@@ -1,4 +1,4 @@
-"""What SAR, DCT and DeYO adapt: the norms of all but the last blocks."""
+"""The parameters that SAR, DCT and DeYO adapt: the norms of all but the last blocks."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from ..core.method import Method, Setup, scaled_lr
 from ..errors import ConfigError, require_between
 from ..models.view import ViT, parameters_of
 
-# blocks of a 12-block model, and of a 24-block model blocks 9 to 11 as well.
+# The blocks that the released code leaves out: the last three of 12 blocks, and of 24 blocks also blocks 9 to 11.
 REFERENCE_SKIP = {9, 10, 11, 21, 22, 23}
 
 
 def leading_blocks(depth: int) -> range:
-    """All blocks but the last quarter, of which at most three are left out: 9 of 12, 21 of 24."""
+    """Return the blocks without the last quarter, of which at most three are left out: 9 of 12, 21 of 24."""
     return range(depth - min(3, depth // 4))
 
 
 class LeadingNorms(Method):
-    """Methods that adapt these norms by SGD, at the field's learning rate or twice that for a batch of 1."""
+    """The base class of methods that adapt the norms of the leading blocks by SGD.
+
+    The default learning rate is the usual one of the literature, and twice that for a batch of 1.
+    """
 
     lr_at_64: ClassVar[float] = 0.001
     single_sample_lr_factor = 2
@@ -48,7 +51,7 @@ class LeadingNorms(Method):
         self.reference = reference
 
     def adapted_blocks(self, depth: int) -> list[int]:
-        """Indices of the blocks whose parameters adapt."""
+        """Return the indices of the blocks whose parameters adapt."""
         if self.blocks is None:
             return [i for i in range(depth) if i not in REFERENCE_SKIP] if self.reference else list(leading_blocks(depth))
         chosen = range(self.blocks) if isinstance(self.blocks, int) else self.blocks
@@ -57,14 +60,17 @@ class LeadingNorms(Method):
         return list(chosen)
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Adapt the norms of the chosen blocks."""
         self._norms = parameters_of(norm for i in self.adapted_blocks(len(vit.blocks)) for norm in vit.blocks[i].norms)
         return self._norms
 
     def norm_lr(self, batch_size: int) -> float:
+        """Return the learning rate of the norms for batches of this size."""
         if self.lr is not None:
             return self.lr
         batch_size = self.batch_size or batch_size
         return scaled_lr(batch_size, self.lr_at_64) * (self.single_sample_lr_factor if batch_size == 1 else 1)
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        """Return SGD over the norms."""
         return torch.optim.SGD(self._norms, lr=self.norm_lr(batch_size), momentum=self.momentum)

@@ -1,4 +1,4 @@
-"""What several methods minimise, and the margin below which they trust it."""
+"""Loss functions that several methods share, and the entropy margin of reliable samples."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from ..core.engine import Engine, entropy
 from ..errors import ConfigError
 
 LOSSES = ("entropy", "come")
-COME_MASS = 1000  # in COME's released code, whatever the number of classes
+COME_MASS = 1000  # in the released code of COME, for any number of classes
 
 
 def require_loss(loss: str) -> None:
+    """Raise an error if there is no loss of this name."""
     if loss not in LOSSES:
         raise ConfigError(f"loss={loss!r}: choose one of {', '.join(LOSSES)}.")
 
 
 def uncertainty(loss: str, engine: Engine, *, reference: bool) -> Callable[[Tensor], Tensor]:
-    """From logits to what is minimised of each sample: its entropy, or that of COME's opinion about it."""
+    """Return the function from logits to the loss of each sample.
+
+    The loss is the entropy of the prediction, or the opinion entropy of COME.
+    """
     if loss == "entropy":
         return entropy
     mass = COME_MASS if reference else engine.num_classes
@@ -29,10 +33,11 @@ def uncertainty(loss: str, engine: Engine, *, reference: bool) -> Callable[[Tens
 
 
 def opinion_entropy(logits: Tensor, mass: float) -> Tensor:
-    """Entropy of a subjective opinion: belief in each class, and uncertainty (COME, Zhang et al., ICLR 2025).
+    """Return the entropy of a subjective opinion (COME, Zhang et al., ICLR 2025).
 
-    Evidence exp(logits) shares the whole with a fixed mass of uncertainty, which is a softmax with one more logit, ln(mass).
-    The length of the logits is held fixed by the gradient, so that a sample cannot become sure by growing them.
+    An opinion consists of a belief in each class and an uncertainty. They are the evidence exp(logits) and a fixed mass,
+    both divided by their sum, which is a softmax with the additional logit ln(mass). The gradient treats the norm of the
+    logits as a constant, so that a sample cannot become certain by an increase of that norm.
     """
     length = logits.norm(dim=-1, keepdim=True).clamp(min=1e-12)
     directed = logits * (length.detach() / length)
@@ -42,5 +47,8 @@ def opinion_entropy(logits: Tensor, mass: float) -> Tensor:
 
 
 def reliable_margin(engine: Engine, *, all_classes: bool = False) -> float:
-    """Entropy below which a sample is reliable, 0.4 ln C, of the target's classes or of all that the head has."""
+    """Return the entropy below which a sample is reliable, 0.4 ln C.
+
+    C is the number of classes of the target, or with `all_classes` that of the head.
+    """
     return 0.4 * math.log(engine.vit.classes if all_classes else engine.num_classes)

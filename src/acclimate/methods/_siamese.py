@@ -1,4 +1,4 @@
-"""What ZeroSiam and SPA share: a predictor between the features and the head, as in siamese learning without negatives."""
+"""The common part of ZeroSiam and SPA: a predictor between features and head, as in siamese learning without negatives."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from ..models.view import ViT, parameters_of
 
 
 class Siamese(Method):
-    """Methods that adapt all norms, and a predictor that starts as the identity: it makes one branch differ from the other.
+    """The base class of methods that adapt all norms and a linear predictor before the head.
 
-    Both are adapted by SGD, each at its own learning rate. Predictions come from the branch without the predictor.
+    There are two branches, one with and one without the predictor, which starts as the identity. Norms and predictor are
+    adapted by SGD, each with its own learning rate. Predictions come from the branch without the predictor.
     """
 
     def __init__(self, *, lr: float | None, lr_predictor: float | None, momentum: float, reference: bool) -> None:
@@ -31,23 +32,24 @@ class Siamese(Method):
         self.reference = reference
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Adapt all norms and the predictor."""
         self._norms = parameters_of(vit.norms)
         self.predictor = nn.Parameter(torch.eye(vit.head.in_features, dtype=vit.dtype, device=vit.device))
         return [*self._norms, self.predictor]
 
     def groups(self, lr: float, lr_predictor: float) -> list[dict[str, Any]]:
-        """The optimizer's groups, at the learning rates that were chosen or else at these."""
+        """Return the parameter groups of the optimizer; the arguments are the default learning rates."""
         return [
             {"params": self._norms, "lr": lr if self.lr is None else self.lr},
             {"params": [self.predictor], "lr": lr_predictor if self.lr_predictor is None else self.lr_predictor},
         ]
 
     def predicted(self, features: Tensor, engine: Engine) -> Tensor:
-        """Logits of the branch with the predictor."""
+        """Return the logits of the branch with the predictor."""
         return engine.classify(features @ self.predictor.to(features.dtype).T)
 
 
 def divergence(p: Tensor, q: Tensor) -> Tensor:
-    """KL(softmax(p) || softmax(q)) from logits, per sample."""
+    """Return KL(softmax(p) || softmax(q)) of each sample, where p and q are logits."""
     log_p = p.log_softmax(-1)
     return (log_p.exp() * (log_p - q.log_softmax(-1))).sum(-1)

@@ -1,4 +1,4 @@
-"""A teacher: the adapted parameters, averaged over the steps of a run."""
+"""A teacher: an exponential moving average of the adapted parameters."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from ..models.view import ViT, require_supported
 
 
 class Teacher(nn.Module):
-    """An exponential moving average of parameters, one buffer for each: all that a second model would add.
+    """An exponential moving average of parameters, with one buffer for each.
+
+    It holds only the weights. The teacher predicts with the modules of the student.
 
     Args:
-        parameters: What is averaged; the average starts there.
+        parameters: The parameters to average. They are the initial value of the average.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -26,52 +28,64 @@ class Teacher(nn.Module):
 
     @property
     def weights(self) -> list[Tensor]:
+        """The averaged parameters."""
         return list(self.buffers())
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
-        """The teacher's logits."""
+        """Return the logits of the teacher."""
         with engine.adapted.using(self.weights):
             return engine.predict(images)
 
     def follow(self, parameters: Sequence[Tensor], momentum: float) -> None:
-        """momentum * teacher + (1 - momentum) * student."""
+        """Set the teacher to momentum * teacher + (1 - momentum) * student."""
         blend(self.weights, parameters, momentum)
 
     def ahead(self, parameters: Sequence[Tensor], momentum: float) -> list[Tensor]:
-        """The weights that following would give: for a teacher that moves first, and only if the step succeeds."""
+        """Return the weights that `follow` would set, without a change of the teacher.
+
+        A method whose teacher moves before the student predicts with these weights, and keeps them only if the step
+        succeeds.
+        """
         return [own.lerp(p.detach(), 1 - momentum) for own, p in zip(self.weights, parameters)]
 
     @torch.no_grad()
     def become(self, weights: Sequence[Tensor]) -> None:
+        """Set the teacher to these weights."""
         torch._foreach_copy_(self.weights, list(weights))
 
 
 @torch.no_grad()
 def blend(tensors: Sequence[Tensor], others: Sequence[Tensor], share: float) -> None:
-    """In place: share * tensors + (1 - share) * others."""
+    """Set the tensors in place to share * tensors + (1 - share) * others."""
     torch._foreach_mul_(list(tensors), share)
     torch._foreach_add_(list(tensors), list(others), alpha=1 - share)
 
 
 def require_nesterov(nesterov: bool, momentum: float) -> None:
-    """Refuse what SGD would refuse at the first step only."""
+    """Raise an error if Nesterov's momentum is chosen without momentum.
+
+    SGD itself would raise an error only at the first step.
+    """
     if nesterov and not momentum:
         raise ConfigError(f"nesterov={nesterov}: Nesterov's momentum needs a momentum above 0.")
 
 
 def symmetric_cross_entropy(logits: Tensor, others: Tensor) -> Tensor:
-    """Between two predictions of each sample, half in each direction."""
+    """Return the mean of the cross entropies between two predictions of each sample in both directions."""
     log_p, log_q = logits.log_softmax(-1), others.log_softmax(-1)
     return -0.5 * (log_q.exp() * log_p + log_p.exp() * log_q).sum(-1)
 
 
 def weights_and_biases(vit: ViT) -> list[nn.Parameter]:
-    """The parameters of all layers; class token, position embedding and layer scales, which are of no layer, are not."""
+    """Return the weights and biases of all layers.
+
+    Class token, position embedding and layer scales do not belong to a layer and are not included.
+    """
     found = {
         p: None
         for module in vit.model.modules()
         for name, p in module.named_parameters(recurse=False)
-        if name.endswith(("weight", "bias"))  # torchvision's attention has an in_proj_weight
+        if name.endswith(("weight", "bias"))  # the attention of torchvision has an in_proj_weight
     }
     require_supported(vit.model, bool(found), "it has no layer with weights or biases")
     return list(found)

@@ -1,4 +1,4 @@
-"""The last images of a stream of single ones, for methods that compare the samples of a batch."""
+"""A window of the last images of a stream of single images, for methods that compare the samples of a batch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from ..models.view import ViT, require_supported
 
 
 class Window(nn.Module):
-    """So many places, taken in turn. With every image that fills the last place, the window is a batch to learn from."""
+    """A ring buffer of the last `size` images and their logits.
+
+    Whenever the last entry of the buffer is filled, the window is a batch to learn from.
+    """
 
     def __init__(self, size: int, vit: ViT) -> None:
         super().__init__()
@@ -23,13 +26,17 @@ class Window(nn.Module):
         self.register_buffer("seen", torch.tensor(0))
 
     def with_next(self, image: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """Images and logits as they would be with one more image, and whether it completes a batch; nothing changes."""
+        """Return the images and logits with one more image, and whether this image completes a batch.
+
+        The window itself does not change.
+        """
         place, size = int(self.seen) % len(self.images), min(int(self.seen) + 1, len(self.images))
         images, all_logits = self.images[:size].clone(), self.logits[:size, : logits.shape[-1]].clone()
         images[place], all_logits[place] = image, logits.to(all_logits)
         return images, all_logits, place == len(self.images) - 1
 
     def add(self, image: Tensor, logits: Tensor) -> None:
+        """Store an image and its logits."""
         place = int(self.seen) % len(self.images)
         self.images[place] = image
         self.logits[place, : logits.shape[-1]] = logits.to(self.logits)

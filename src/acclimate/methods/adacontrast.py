@@ -22,34 +22,37 @@ from ._teacher import Teacher, require_nesterov, weights_and_biases
 
 @register("adacontrast")
 class AdaContrast(Method):
-    """Learn refined pseudo labels, tell samples of other classes apart, and use all classes.
+    """Learn refined pseudo labels, contrast samples of different classes, and keep the predictions diverse.
 
-    A weakly augmented view gets a label: the vote of its nearest neighbours in a bank of features and predictions. A
-    strongly augmented view learns that label; its feature is to resemble that of another strong view, encoded by an averaged
-    model, and none of a queue of earlier features with other labels; and the mean prediction is to be diverse. The logits
-    come from after the update. The diversity of a single image is the entropy of its prediction, which is then raised.
+    The label of a sample is the vote of the nearest neighbours of its weakly augmented view in a bank of features and
+    predictions. The loss has three parts. A strongly augmented view learns that label. The feature of this view is
+    contrasted: it should be similar to the feature of another strong view, which an averaged model encodes, and different
+    from earlier features in a queue that have other labels. The mean prediction of the batch should be diverse; for a single
+    image this raises the entropy of its prediction. The logits come from after the update.
 
     The paper makes several passes over the target data. This is the online form of later benchmarks: one pass, a constant
-    learning rate for all layers, plain labels until the bank has some samples, and views without crops.
+    learning rate for all layers, predicted labels until the bank has enough samples, and views without crops.
 
-    Needs the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`), and memory for the averaged model.
+    The method needs the normalisation of the model, to augment pixels (`adapt(..., mean=, std=)`), and memory for the
+    averaged model.
 
     Args:
         lr: Learning rate.
         momentum: Momentum of SGD.
-        nesterov: Nesterov's momentum.
+        nesterov: Whether to use Nesterov's momentum.
         weight_decay: Weight decay.
-        teacher_momentum: Share of the averaged model that stays at each step.
-        queue: Features in the queue, and samples in the bank.
-        neighbours: How many of the bank vote.
-        refine_after: Samples after which they do.
-        temperature: Of the contrast.
-        alpha: Weight of the pseudo labels.
-        beta: Weight of the contrast.
-        eta: Weight of the diversity.
-        reference: Behave as the released code and its online port: the queue's labels are replaced by this batch's before
-            they are compared, while its features are still the old ones; the bank grows by whole batches, and may become
-            larger than the queue by a part of one; and its first samples to be replaced are its newest.
+        teacher_momentum: Share of the averaged model that is kept at each step.
+        queue: Number of features in the queue, and of samples in the bank.
+        neighbours: Number of nearest neighbours in the bank that vote.
+        refine_after: Number of samples after which the neighbours vote. Before that, the predicted labels are used.
+        temperature: Temperature of the contrastive loss.
+        alpha: Weight of the loss of the pseudo labels.
+        beta: Weight of the contrastive loss.
+        eta: Weight of the diversity loss.
+        reference: Behave as the released code and its online port: the labels of the queue are replaced by those of this
+            batch before they are compared, while its features are still the old ones; the bank grows by whole batches, and
+            may become larger than the queue by a part of one; and the newest samples of the bank are the first to be
+            replaced.
     """
 
     info = Info(
@@ -100,6 +103,7 @@ class AdaContrast(Method):
         self.reference = reference
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Adapt the weights and biases of all layers, and create the averaged model, the bank and the queue."""
         self._adapted = weights_and_biases(vit)
         self.teacher = Teacher(self._adapted)
         self.bank = Bank(self.queue, vit, lagging=self.reference)
@@ -111,13 +115,15 @@ class AdaContrast(Method):
         labels = torch.randint(vit.classes, (self.queue,), generator=setup.rng)
         self.register_buffer("queue_features", noise.to(vit.device, vit.precise))
         self.register_buffer("queue_labels", labels.to(vit.device))
-        self.register_buffer("queue_at", torch.tensor(0))  # where the next entries go
+        self.register_buffer("queue_at", torch.tensor(0))  # index of the next entry
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        """Return SGD over all adapted parameters."""
         return torch.optim.SGD(self._adapted, self.lr, self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Learn from pseudo labels, contrast and diversity in one update, and predict with the updated model."""
         weak, query, key = self.views(images, engine)
         labels = self.pseudo_labels(*engine.features(weak))
         average = self.teacher.ahead(engine.adapted.tensors, self.teacher_momentum)
@@ -151,10 +157,10 @@ class AdaContrast(Method):
         return Step(engine.predict(images), used=result.used, loss=result.loss)
 
     def views(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor, Tensor]:
-        """A weak and two strong views of each image."""
+        """Return a weak and two strong views of each image."""
         weak, query, key = views_of_each(images, engine, (mirrored, moco_view, moco_view))
         return weak, query, key
 
     def pseudo_labels(self, logits: Tensor, features: Tensor) -> Tensor:
-        """Of the weak view."""
+        """Return the pseudo labels, given logits and features of the weak view."""
         return self.bank.labels(logits, features, neighbours=self.neighbours, after=self.refine_after)

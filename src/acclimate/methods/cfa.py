@@ -19,35 +19,35 @@ from ..errors import require_between, require_whole
 from ..models.view import ViT
 from .tent import Tent
 
-RANGE = 2.0  # of a squashed feature, which lies between -1 and 1; the k-th moments are compared in units of its k-th power
-MOST_MOMENTS = 3  # that the source statistics have
+RANGE = 2.0  # range of a feature after tanh, from -1 to 1; distances of k-th moments are divided by its k-th power
+MOST_MOMENTS = 3  # number of moments in the source statistics
 
 
 @register("cfa")
 class CFA(Tent):
-    """Align the features of a batch with those of the source: their central moments, and the means of predicted classes.
+    """Align the features of a batch with those of the source by their central moments and class means.
 
-    Features are what enters the head, normalised and squashed by tanh. The loss is the distance of their mean and central
-    moments from the source's, and that of the mean of each predicted class from the source's mean of this class, averaged
-    over the classes. The gradient is clipped. A batch of 1 has no central moments: all of them are 0.
+    Features are the input of the head, normalised and passed through tanh. The loss has two parts: the distances of their
+    mean and central moments from those of the source, and the distances of the means of the predicted classes from the
+    source means of the same classes, averaged over the classes. The gradient is clipped. A batch of 1 has no central
+    moments: all of them are 0.
 
-    The source's moments and class means are of clean labelled images, the authors' of ImageNet's training set, and
-    `acclimate.source_statistics` computes them once:
-    `acclimate.adapt(model, "cfa", source_statistics="stats.safetensors")`. The state file keeps them. Beyond these it needs
-    a second forward pass.
+    The moments and class means of the source are those of clean labelled images (the authors use the training set of
+    ImageNet). `acclimate.source_statistics` computes them once: `acclimate.adapt(model, "cfa",
+    source_statistics="stats.safetensors")`. They are kept in the state file. The method also needs a second forward pass.
 
     Args:
-        lr: Learning rate; the authors' does not follow the batch size.
-        moments: How many moments are compared, 1 to 3: the mean, and the central moments up to this one.
-        moment_weight: Weight of the moments.
-        class_weight: Weight of the class means.
-        clip: Length that the gradient of all parameters together is clipped to.
+        lr: Learning rate. That of the authors does not depend on the batch size.
+        moments: Number of moments that are compared, 1 to 3: the mean, and the central moments up to this order.
+        moment_weight: Weight of the distance of the moments.
+        class_weight: Weight of the distance of the class means.
+        clip: Norm to which the gradient of all parameters together is clipped.
         momentum: Momentum of SGD.
         reference: Accepted by every method. The one quirk of the authors' released code is not reproduced: its loss is NaN
             for every batch if a class has no source image.
 
-    Ours: a predicted class without source images is left out of the class means. Source images without labels count for the
-    class that is predicted for them.
+    Ours: a predicted class without source images is left out of the class means. Source images without labels count for
+    their predicted class.
     """
 
     info = replace(
@@ -79,24 +79,27 @@ class CFA(Tent):
         self.clip = clip
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Load the source statistics, and adapt all norms."""
         found = setup.statistics_of("features")
         self.source_moments = constants((found[name] for name in ("mean", "moment2", "moment3")), vit)
         self.source_classes = constants((found[name] for name in ("class_means", "class_counts")), vit)
         return super().attach(vit, setup)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
-        """Two passes, because the loss couples the samples of a batch.
+        """Align the features of the batch with the source in one update, by two passes.
 
-        The first gives the batch's statistics, and with them the gradient of the loss with respect to the features of each
-        sample. With that as a constant, <gradient, features> is a loss of each sample on its own, whose sum has the same
-        gradient with respect to the parameters, by the chain rule: exact however the batch is cut, or shared by ranks.
+        Two passes are needed because the loss couples the samples of a batch. The first pass gives the statistics of the
+        batch, and from them the gradient of the loss with respect to the features of each sample. With this gradient as a
+        constant, <gradient, features> is a loss of each sample alone, and by the chain rule the sum of these losses has the
+        same gradient with respect to the parameters. The result is exact for any division of the batch into micro-batches or
+        over ranks.
         """
         logits, features = engine.features(images)
         everybody = engine.ranks.gather(features), engine.ranks.gather(logits)
         require_finite(*everybody)
         loss, slopes = self.slopes(*everybody, engine)
         places, count = engine.ranks.positions(images)
-        # the engine takes a mean over the samples, where the chain rule has a sum
+        # the engine takes the mean over the samples, but the chain rule needs the sum
         mine = count * slopes[places.to(slopes.device)]
         engine.gradient(images, along, extras=(mine,), forward=lambda images, _: engine.forward_features(images))
         self.shorten(engine)
@@ -105,7 +108,7 @@ class CFA(Tent):
 
     @torch.enable_grad()
     def slopes(self, features: Tensor, logits: Tensor, engine: Engine) -> tuple[float, Tensor]:
-        """Loss of a batch, and its gradient with respect to the features."""
+        """Return the loss of a batch, and its gradient with respect to the features."""
         features = features.detach().requires_grad_()
         hidden = squashed(features)
         loss = self.moment_weight * self.moment_distance(hidden)
@@ -113,14 +116,17 @@ class CFA(Tent):
         return float(loss.detach()), torch.autograd.grad(loss, features)[0]
 
     def moment_distance(self, hidden: Tensor) -> Tensor:
-        """Of the mean and the central moments, from the source's."""
+        """Return the distance of the mean and the central moments from those of the source."""
         mean = hidden.mean(0)
         ours = [mean, *((hidden - mean).pow(k).mean(0) for k in range(2, self.moments + 1))]
         distances = [(a - b).norm() / RANGE**k for k, (a, b) in enumerate(zip(ours, self.source_moments), start=1)]
         return torch.stack(distances).sum()
 
     def class_distance(self, hidden: Tensor, labels: Tensor, engine: Engine) -> Tensor:
-        """Of the means of the classes that are predicted, from the source's; 0 if the source has none of these."""
+        """Return the mean distance of the means of the predicted classes from those of the source.
+
+        It is 0 if the source has images of none of these classes.
+        """
         means, counts = self.source_classes
         if engine.classes is not None:
             means, counts = means[engine.classes], counts[engine.classes]
@@ -130,13 +136,13 @@ class CFA(Tent):
         return distances.sum() / max(len(distances), 1)
 
     def shorten(self, engine: Engine) -> float:
-        """Clip the gradient; returns how long it was."""
+        """Clip the gradient, and return the norm that it had before."""
         length = float(global_norm([p.grad for p in engine.adapted.tensors if p.grad is not None]))
         engine.adapted.amend_gradient(times=min(1.0, self.clip / (length + 1e-6)))
         return length
 
 
 def along(logits: Tensor, features: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """Product of the features of each sample with a constant; every sample counts."""
+    """Return the product of the features of each sample with a constant, and that every sample is kept."""
     losses = (features * slopes).sum(-1)
     return keep_all(losses)

@@ -17,31 +17,31 @@ from ..models.view import ViT
 from ._teacher import Teacher, blend
 from .roid import ROID
 
-LEAST, SURE = 0.89, 0.9999  # of the gain
-PARAMETERS = 38_400  # of the norms of ViT-B, for which `q` is given
+LEAST, SURE = 0.89, 0.9999  # bounds of the gain: the least value, and the value above which it is 1
+PARAMETERS = 38_400  # number of parameters in the norms of ViT-B, to which `q` refers
 
 
 @register("cmf")
 class CMF(ROID):
-    """ROID's loss and correction, with a filter in the space of parameters instead of a pull towards the source.
+    """Minimise the loss of ROID, and filter the parameters instead of moving them towards the source.
 
-    A hidden model, which leans on the source, is a Kalman-like estimate of what the adapted parameters, its noisy
-    observations, move about; after each step they are drawn towards it.
+    The filter is similar to a Kalman filter. Its state is a hidden model, which is moved towards the source at each step.
+    The adapted parameters are noisy observations of it, and after each step they are moved towards the hidden model.
 
-    Needs what `ROID` needs, and memory for the hidden model's norms.
+    The method needs what `ROID` needs, and memory for the norms of the hidden model.
 
     Args:
         lr: Learning rate.
         momentum: Momentum of SGD.
-        nesterov: Nesterov's momentum.
-        decay: Share of the average prediction that stays at each step.
-        temperature: Of the weights: the lower, the more a diverse and certain sample counts.
-        alpha: Share of the hidden model that stays when it leans on the source.
-        gamma: Share of the adapted parameters that stays when they are drawn towards the hidden model.
-        q: Variance that the hidden model gains at each step, for the norms of ViT-B; it is proportional to the number of
+        nesterov: Whether to use Nesterov's momentum.
+        decay: Share of the average prediction that is kept at each step.
+        temperature: Temperature of the sample weights. With a lower value, diverse and certain samples have more weight.
+        alpha: Share of the hidden model that is kept when it moves towards the source.
+        gamma: Share of the adapted parameters that is kept when they move towards the hidden model.
+        q: Variance that the hidden model gains at each step, for the norms of ViT-B. It is proportional to the number of
             adapted parameters.
-        window: Of a stream of single images: see `ROID`.
-        reference: Behave as the released code: see `ROID`.
+        window: Window for streams of single images, as in `ROID`.
+        reference: Behave as the released code, as in `ROID`.
     """
 
     info = replace(
@@ -83,11 +83,13 @@ class CMF(ROID):
         self.register_buffer("variance", torch.tensor(0.0, dtype=torch.float64))
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Adapt all norms, and create the hidden model."""
         adapted = list(super().attach(vit, setup))
         self.hidden = Teacher(adapted)
         return adapted
 
     def ensemble(self, engine: Engine) -> None:
+        """Update the hidden model, and move the adapted parameters towards it."""
         q = min(1.0, self.q * sum(p.numel() for p in engine.adapted.tensors) / PARAMETERS)
         hidden = self.hidden.weights
         blend(hidden, engine.adapted.source, self.alpha)
@@ -99,6 +101,6 @@ class CMF(ROID):
 
     @staticmethod
     def gain(variance: float, q: float) -> float:
-        """Share of the hidden model that stays when it takes in the adapted parameters."""
+        """Return the share of the hidden model that is kept when the adapted parameters update it."""
         share = (1 - q) / (variance + 1 - q) if variance else 1.0
         return 1.0 if share > SURE else max(share, LEAST)

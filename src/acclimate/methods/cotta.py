@@ -20,26 +20,28 @@ from ._teacher import Teacher, require_nesterov, symmetric_cross_entropy, weight
 
 @register("cotta")
 class CoTTA(Method):
-    """A student learns from an averaged teacher, and a few of its weights return to the source after every step.
+    """Train a student on the predictions of an averaged teacher, and restore a few of its weights to the source.
 
-    The teacher is an average of the student's weights over time, and its logits are what is returned, from before the
-    update. Where the source model is unsure of a batch, the teacher's logits are averaged over augmented views. Student and
-    teacher are pulled together by a symmetric cross entropy, as in the authors' code for ImageNet.
+    The teacher is a moving average of the weights of the student. Its logits from before the update are returned. If the
+    source model is unsure of a batch, the logits of the teacher are averaged over augmented views. The loss is the symmetric
+    cross entropy between student and teacher, as in the authors' code for ImageNet. After every step, randomly chosen
+    weights of the student return to their source values.
 
-    Needs the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`), and memory for the teacher's weights.
+    The method needs the normalisation of the model, to augment pixels (`adapt(..., mean=, std=)`), and memory for the
+    weights of the teacher.
 
     Args:
-        lr: Learning rate. The authors' code has no ViT; 0.005 without Nesterov is what later papers use for ViT-B, while
-            the authors' 0.01 with Nesterov (ResNet-50) makes a ViT collapse.
+        lr: Learning rate. The authors' code has no ViT. Later papers use 0.005 without Nesterov for ViT-B. The authors' 0.01
+            with Nesterov (ResNet-50) makes a ViT collapse.
         momentum: Momentum of SGD.
-        nesterov: Nesterov's momentum.
-        teacher_momentum: Share of the teacher that stays at each step.
-        threshold: Mean confidence of the source model below which the views are averaged.
-        views: How many views.
-        restore: Probability with which an element of the student returns to its source value, in each step.
+        nesterov: Whether to use Nesterov's momentum.
+        teacher_momentum: Share of the teacher that is kept at each step.
+        threshold: Mean confidence of the source model below which the logits are averaged over views.
+        views: Number of views.
+        restore: Probability with which an element of the student returns to its source value in each step.
         reference: Accepted by every method. The released code assumes that the model itself normalises; here the views are
-            made on pixels in either case. In torchvision's models its selection by name would leave out the projections of
-            the attention; here they are adapted.
+            made from pixels in either case. In the models of torchvision, its selection by name would leave out the
+            projections of the attention; here they are adapted.
     """
 
     info = Info(
@@ -77,17 +79,21 @@ class CoTTA(Method):
         self.info = replace(self.info, passes=(2 + self.views, 1))
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Adapt the weights and biases of all layers, and create the teacher."""
         self._adapted = weights_and_biases(vit)
         self.teacher = Teacher(self._adapted)
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        """Return SGD over all adapted parameters."""
         return torch.optim.SGD(self._adapted, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
+        """Return the logits of the teacher."""
         return self.teacher.predict(images, engine)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Train the student on the logits of the teacher, update the teacher, and restore a few weights."""
         if self.source_is_unsure(images, engine):
             target = self.mean_over_views(images, engine)
         else:
@@ -99,13 +105,15 @@ class CoTTA(Method):
         return Step(target, used=result.used, loss=result.loss)
 
     def source_is_unsure(self, images: Tensor, engine: Engine) -> bool:
+        """Return whether the mean confidence of the source model is below the threshold."""
         if self.threshold <= 1 / engine.num_classes:
-            return False  # no confidence is lower than that
+            return False  # no confidence is lower than 1 / classes
         with engine.adapted.using(engine.adapted.source):
             confidence = engine.predict(images).softmax(-1).amax(-1)
         return float(engine.ranks.gather(confidence).mean()) < self.threshold
 
     def mean_over_views(self, images: Tensor, engine: Engine) -> Tensor:
+        """Return the logits of the teacher, averaged over augmented views."""
         places, total = engine.ranks.positions(images)
         mean = torch.zeros((), device=images.device)
         for _ in range(self.views):
@@ -113,30 +121,31 @@ class CoTTA(Method):
         return mean
 
     def view(self, images: Tensor, engine: Engine, places: Tensor, total: int) -> Tensor:
-        """One augmented view of each image."""
+        """Return one augmented view of each image."""
         return noisy_view(images, torch.randn(total, *images.shape[1:], generator=engine.rng)[places], engine)
 
     @torch.no_grad()
     def restore_some(self, engine: Engine) -> None:
+        """Restore randomly chosen elements of the parameters to their source values."""
         for i, (p, source) in enumerate(zip(engine.adapted.tensors, engine.adapted.source)):
             chosen = self.restored(i, p, engine).to(p.device)
             p.put_(chosen, source.take(chosen))
 
     def restored(self, i: int, p: Tensor, engine: Engine) -> Tensor:
-        """Positions in the i-th parameter, laid flat, that return to the source."""
+        """Return the positions in the flattened i-th parameter that are restored to the source."""
         return bernoulli_positions(p.numel(), self.restore, engine.rng)
 
 
 def agreement(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Of student and teacher."""
+    """Return the symmetric cross entropy between student and teacher, and that every sample is kept."""
     loss = symmetric_cross_entropy(logits, target)
     return keep_all(loss)
 
 
 def bernoulli_positions(count: int, share: float, rng: torch.Generator) -> Tensor:
-    """Which of so many elements are chosen, if each is with the same probability on its own.
+    """Return the positions that are chosen if each of `count` is chosen independently with probability `share`.
 
-    The gaps between chosen elements are geometric, so it suffices to draw one number per chosen element, not per element.
+    The gaps between chosen positions have a geometric distribution, so that one random number per chosen position suffices.
     """
     found: list[Tensor] = []
     last = -1

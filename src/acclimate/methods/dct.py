@@ -19,19 +19,20 @@ from .sar import SAR
 
 
 class Conditioner(nn.Module):
-    """One block's domain conditioners: a further query, key and value, made from the class token.
+    """The domain conditioners of one block: an additional query, key and value from the class token.
 
-    Together the parts are the paper's Linear(width, 3 width). The output row of the appended query is discarded, so the
-    logits do not depend on the query conditioner and its third of the weights would receive a gradient of zero: it is
-    generated on demand only (`conditioners`) and never changes.
+    Together the parts are the Linear(width, 3 width) of the paper. The output row of the appended query is discarded.
+    Therefore the logits do not depend on the query conditioner, and its third of the weights would receive a gradient of
+    zero. It is generated only on demand (`conditioners`) and never changes.
 
     Args:
         width: Width of the model.
         heads: Number of attention heads.
-        parts: Which of "q", "k" and "v" are generated. A key or value that is not generated is zero.
-        generator: Generate them from the class token; otherwise they are free vectors, the same for every sample.
-        zero: Start from zeros instead of PyTorch's default for linear layers, U(-1/sqrt(width), 1/sqrt(width)).
-        rng: Where the initial values are drawn from.
+        parts: The parts that are generated, of "q", "k" and "v". A key or value that is not generated is zero.
+        generator: Whether the parts are generated from the class token. Otherwise they are free vectors, the same for every
+            sample.
+        zero: Whether to start from zeros instead of PyTorch's default for linear layers, U(-1/sqrt(width), 1/sqrt(width)).
+        rng: The generator of the initial values.
     """
 
     def __init__(self, width: int, heads: int, *, parts: str, generator: bool, zero: bool, rng: torch.Generator) -> None:
@@ -40,7 +41,7 @@ class Conditioner(nn.Module):
         self.parts = parts
         bound = 0.0 if zero else 1 / math.sqrt(width)
 
-        def draw(*shape: int) -> nn.ParameterDict:  # always all three, so that the parts do not depend on the choice
+        def draw(*shape: int) -> nn.ParameterDict:  # draws all three, so that the values do not depend on `parts`
             thirds = torch.empty(3 * width, *shape).uniform_(-bound, bound, generator=rng).chunk(3)
             return nn.ParameterDict({part: nn.Parameter(thirds["qkv".index(part)].clone()) for part in parts})
 
@@ -48,11 +49,11 @@ class Conditioner(nn.Module):
         self.biases = draw()
 
     def acting(self) -> list[nn.Parameter]:
-        """The parameters that the logits depend on."""
+        """Return the parameters that the logits depend on."""
         return [p for name, p in self.named_parameters() if not name.endswith(".q")]
 
     def generate(self, part: str, class_token: Tensor) -> Tensor:
-        """One conditioner, (batch, heads, 1, head width)."""
+        """Return one conditioner, (batch, heads, 1, head width)."""
         if part not in self.parts:
             out = torch.zeros_like(class_token)
         elif self.weights is None:
@@ -62,44 +63,47 @@ class Conditioner(nn.Module):
         return out.unflatten(-1, (self.heads, -1)).unsqueeze(2)
 
     def key_value(self, class_token: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the key and the value conditioner."""
         return self.generate("k", class_token), self.generate("v", class_token)
 
     def conditioners(self, class_token: Tensor) -> Tensor:
-        """All that are generated, (parts, batch, heads, 1, head width): for figures."""
+        """Return all generated conditioners, (parts, batch, heads, 1, head width), for figures."""
         return torch.stack([self.generate(part, class_token) for part in self.parts])
 
 
 @register("dct")
 class DCT(SAR):
-    """Domain conditioners beside the keys and values of self-attention, learned with the norms as in SAR.
+    """Learn domain conditioners in the self-attention, together with the norms, by the loss of SAR.
 
-    In every block but the last ones, a small generator turns the class token (after the block's first norm) into a query,
-    key and value that are appended to those of the tokens; the appended row of the output is dropped. Generators and
-    norms of these blocks are learned by sharpness-aware minimisation of the entropy of reliable samples.
+    In every block but the last ones, a small generator turns the class token (after the first norm of the block) into a
+    query, key and value, which are appended to those of the tokens. The appended row of the output is discarded. The
+    generators and norms of these blocks are learned by sharpness-aware minimisation of the entropy of reliable samples.
 
     Args:
         lr: Learning rate of the norms; by default 0.001 for a batch of 64, proportional to the batch size.
-        lr_generator: Learning rate of the generators. The authors use 0.01 for ViT-B whatever the batch size, 0.003 on
-            ImageNet-R, and for ViT-L 0.001 at batch 32 and 0.0001 at batch 1. By default: that rule for 24 blocks and
-            more (0.001, and 0.0001 for a batch of 1; `batch_size` says whose size counts), 0.01 otherwise.
+        lr_generator: Learning rate of the generators. The authors use 0.01 for ViT-B at any batch size, 0.003 on ImageNet-R,
+            and for ViT-L 0.001 at batch 32 and 0.0001 at batch 1. By default it follows the rule of ViT-L for 24 blocks and
+            more (0.001, and 0.0001 for a batch of 1, where `batch_size` replaces the actual size if given), and is 0.01
+            otherwise.
         margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
         rho: Radius of the sharpness-aware ascent.
         momentum: Momentum of SGD.
-        recovery: Moving average of the loss below which the initial parameters come back.
+        recovery: Value of the moving average of the loss below which the initial parameters are restored.
         decay: Decay of that moving average.
-        conditioners: Which of "q", "k", "v" exist. A key or value left out is zero (ours; the paper has no such ablation).
-        generator: Make the conditioners from the class token; if False they are free vectors, one set per block (the
-            paper's ablation; their initial values and learning rate are ours).
-        init: "default", as the authors (the unadapted model is then not the source model), or "zero", which starts next to
-            it.
-        blocks: Which blocks are conditioned and adapt: a number (the first so many) or indices; by default all but the last
+        conditioners: The conditioners that exist, of "q", "k", "v". A key or value that is left out is zero (ours; the paper
+            has no such ablation).
+        generator: Whether to generate the conditioners from the class token. If False, they are free vectors, one set per
+            block (the paper's ablation; their initial values and learning rate are ours).
+        init: "default", the initialisation of the authors, with which the unadapted model is not the source model; or
+            "zero", which starts close to the source model.
+        blocks: Blocks that have conditioners and adapt: a number (the first blocks) or indices. By default all but the last
             quarter, of which at most three are left out (9 of 12, 21 of 24).
-        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
-            first.
-        loss: What is minimised, and compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
-            al., ICLR 2025) whose mass of uncertainty is the number of classes.
-        reference: Behave as the authors' released code, quirks included: see `SAR`. In a 24-block model, blocks 9 to 11
-            have conditioners that stay at their random initial values.
+        batch_size: Batch size for the default learning rate. By default it is that of each batch, and with reference=True
+            that of the first batch.
+        loss: The loss, which is also compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
+            al., ICLR 2025), whose mass of uncertainty is the number of classes.
+        reference: Behave as the authors' released code, with the quirks of `SAR`. In a 24-block model, blocks 9 to 11 have
+            conditioners that stay at their random initial values.
     """
 
     info = replace(
@@ -152,11 +156,12 @@ class DCT(SAR):
             raise ConfigError(f'init={init!r}: choose "default" or "zero".')
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Insert the conditioners, and adapt them together with the norms."""
         depth = len(vit.blocks)
         adapted = self.adapted_blocks(depth)
         conditioned = adapted if self.blocks is not None else leading_blocks(depth)
         self._depth = depth
-        self.generators = nn.ModuleDict()  # by block
+        self.generators = nn.ModuleDict()  # the keys are block indices
         self._generators: list[nn.Parameter] = []
         for i in conditioned:
             conditioner = Conditioner(
@@ -175,6 +180,7 @@ class DCT(SAR):
         return [*super().attach(vit, setup), *self._generators]
 
     def generator_lr(self, batch_size: int) -> float:
+        """Return the learning rate of the generators for batches of this size."""
         if self.lr_generator is not None:
             return self.lr_generator
         if self._depth < 24:
@@ -182,6 +188,7 @@ class DCT(SAR):
         return 0.0001 if (self.batch_size or batch_size) == 1 else 0.001
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        """Return SGD over norms and generators, each with its own learning rate."""
         groups = [
             {"params": self._norms, "lr": self.norm_lr(batch_size)},
             {"params": self._generators, "lr": self.generator_lr(batch_size)},

@@ -1,4 +1,4 @@
-"""DELTA: Degradation-Free Fully Test-Time Adaptation (Zhao et al., ICLR 2023), the part that a ViT has a use for."""
+"""DELTA: Degradation-Free Fully Test-Time Adaptation (Zhao et al., ICLR 2023), the part that applies to a ViT."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from .tent import Tent
 
 @register("delta")
 class DELTA(Tent):
-    """Minimise the entropy over all norms, with less weight for classes that were predicted often (dynamic reweighting).
+    """Minimise the entropy over all norms, with less weight for classes that were predicted often.
 
-    Of the paper's two parts this is one, DOT. The other, renormalisation by moving statistics of the batches (TBR), is for
-    BatchNorm, which a ViT has not. A sample's weight is the inverse of its predicted class's share in the predictions so
-    far, and the weights of a batch sum up to its size: for a batch of 1 there is nothing to reweight. It needs nothing
-    beyond the batch.
+    This is DOT (dynamic reweighting), one of the two parts of the paper. The other part, renormalisation by moving
+    statistics of the batches (TBR), is for BatchNorm, which a ViT does not have. The weight of a sample is the inverse of
+    the share of its predicted class in the predictions so far, and the weights of a batch sum up to its size. Therefore
+    reweighting has no effect on a batch of 1. The method needs only the batch.
 
     Args:
         lr: Learning rate; by default 0.00025 for a batch of 64, the authors' for ResNet-50, and proportional to the batch
-            size. That it is the same for a ViT, and the proportion, are ours.
-        decay: Decay of the classes' shares.
-        entropy_weight: Learn from samples with an entropy below 0.5 ln C alone, the surer ones with a larger weight.
+            size. The same value for a ViT and the proportionality are ours.
+        decay: Decay of the moving average of the class shares.
+        entropy_weight: Whether to learn only from samples with an entropy below 0.5 ln C, with a larger weight for lower
+            entropies.
         momentum: Momentum of SGD.
-        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
-            first.
-        reference: Accepted by every method; apart from TBR there is no quirk to reproduce here.
+        batch_size: Batch size for the default learning rate. By default it is that of each batch, and with reference=True
+            that of the first batch.
+        reference: Accepted by every method. Apart from TBR there is no quirk to reproduce here.
     """
 
     info = replace(Tent.info, paper="Zhao et al., ICLR 2023", remembers="an average prediction")
@@ -54,13 +55,15 @@ class DELTA(Tent):
         require_between(0, 1, decay=decay)
         self.decay = decay
         self.entropy_weight = bool(entropy_weight)
-        self.shares: Tensor  # of the classes in the predictions so far; NaN until there are any
+        self.shares: Tensor  # shares of the classes in the predictions so far; NaN before the first prediction
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Adapt all norms, and create the moving average of the class shares."""
         self.register_buffer("shares", nothing_yet(vit))
         return super().attach(vit, setup)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Minimise the reweighted entropy of the batch, and update the class shares."""
         shares = or_uniform(self.shares, engine.num_classes)
         rarity = 1 / (engine.num_classes * shares).clamp(min=1e-12)
         threshold = 0.5 * math.log(engine.num_classes)
@@ -74,7 +77,7 @@ class DELTA(Tent):
             return weight * certainty * h, certainty > 1
 
         result = engine.gradient(images, weighted_entropy, selective=self.entropy_weight)
-        # Whatever the weights of a batch sum up to, they are to sum up to its size: a factor for the gradient as a whole.
+        # The weights of a batch have to sum up to its size. This is a common factor of the gradient.
         logits = engine.ranks.gather(result.logits)
         weights = rarity[logits.argmax(-1)]
         factor = len(weights) / float(weights.sum())

@@ -18,30 +18,32 @@ from ._leading import LeadingNorms
 
 @register("deyo")
 class DeYO(LeadingNorms):
-    """Minimise the entropy of samples that are sure, and sure because of an object's shape.
+    """Minimise the entropy of samples whose prediction is certain and depends on the shape of the object.
 
-    When the patches of an image change places, its texture stays and its shape is lost. The probability that the predicted
-    class loses by that, the pseudo-label probability difference (PLPD), has to exceed a threshold. Samples weigh the more
-    the lower their entropy and the higher their PLPD.
+    A shuffle of the patches of an image keeps its texture and destroys its shape. The decrease of the probability of the
+    predicted class by this shuffle, the pseudo-label probability difference (PLPD), has to exceed a threshold. Samples with
+    lower entropy and higher PLPD have more weight.
 
-    Beyond the batch it needs a second pass, without gradients, of the sure samples with shuffled patches.
+    In addition to the batch, the method needs a second pass without gradients, of the certain samples with shuffled patches.
 
     Args:
         lr: Learning rate of the norms; by default 0.001 for a batch of 64, proportional to the batch size, and twice that
             for a batch of 1.
-        margin: Entropy, in nats, below which a sample is sure; by default 0.5 ln C for C classes.
+        margin: Entropy, in nats, below which a sample is certain; by default 0.5 ln C for C classes.
         weight_margin: Entropy at which the weight for low entropy is 1; by default 0.4 ln C.
-        threshold: PLPD above which a sample is learned from: 0.2 for ViT (0.3 for ResNet-50 with BatchNorm).
-        grid: An image is cut into grid x grid patches. One that cannot be cut evenly is resized for the shuffle; how is
-            our choice.
+        threshold: PLPD above which the method learns from a sample: 0.2 for ViT (0.3 for ResNet-50 with BatchNorm).
+        grid: The image is divided into grid x grid patches. An image that cannot be divided evenly is resized for the
+            shuffle; how it is resized is our choice.
         entropy_weight: Factor of the weight for low entropy, exp(weight_margin - entropy).
-        plpd_weight: Factor of the weight for a high PLPD, exp(PLPD). With both factors 0, samples weigh the same.
+        plpd_weight: Factor of the weight for a high PLPD, exp(PLPD). If both factors are 0, all samples have the same
+            weight.
         momentum: Momentum of SGD.
-        blocks: Which blocks adapt: a number (the first so many) or indices; by default all but the last quarter, of which
-            at most three are left out (9 of 12, 21 of 24).
-        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
-            first.
-        reference: Behave as the authors' released code: matching by name leaves out blocks 9 to 11 of a 24-block model too.
+        blocks: Blocks that adapt: a number (the first blocks) or indices. By default all but the last quarter, of which at
+            most three are left out (9 of 12, 21 of 24).
+        batch_size: Batch size for the default learning rate. By default it is that of each batch, and with reference=True
+            that of the first batch.
+        reference: Behave as the authors' released code: the selection by name also leaves out blocks 9 to 11 of a 24-block
+            model.
     """
 
     info = Info(paper="Lee et al., ICLR 2024", adapts="norms of all but the last blocks", passes=(2, 1))
@@ -74,6 +76,7 @@ class DeYO(LeadingNorms):
         self.plpd_weight = plpd_weight
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Learn from the certain samples with a high PLPD in one update."""
         log_c = math.log(engine.num_classes)
         margin = 0.5 * log_c if self.margin is None else self.margin
         weight_margin = 0.4 * log_c if self.weight_margin is None else self.weight_margin
@@ -97,20 +100,20 @@ class DeYO(LeadingNorms):
         return Step(result.logits, result.used, result.loss)
 
     def orders(self, images: Tensor, engine: Engine) -> Tensor:
-        """An order of the patches for each image, (batch, grid * grid)."""
+        """Draw an order of the patches for each image, (batch, grid * grid)."""
         places, count = engine.ranks.positions(images)
         keys = torch.rand(count, self.grid**2, generator=engine.rng)
         return keys.argsort(-1).to(images.device)[places.to(images.device)]
 
 
 def difference(logits: Tensor, shuffled: Tensor) -> Tensor:
-    """The pseudo-label probability difference: what the predicted class loses when the patches are shuffled."""
+    """Return the pseudo-label probability difference: how much the predicted class loses by the shuffle."""
     predicted = logits.argmax(-1, keepdim=True)
     return (logits.softmax(-1).gather(-1, predicted) - shuffled.softmax(-1).gather(-1, predicted)).squeeze(-1)
 
 
 def shuffle(images: Tensor, orders: Tensor, grid: int) -> Tensor:
-    """Images whose patch i, in reading order, is patch orders[:, i] of the original."""
+    """Return images whose patch i, in reading order, is patch orders[:, i] of the original."""
     size = images.shape[-2:]
     even = tuple(max(1, side // grid) * grid for side in size)
     if even != size:

@@ -19,24 +19,25 @@ from .eta import ETA
 
 @register("eata")
 class EATA(ETA):
-    """ETA with an anchor: a parameter that matters for the source data is held near its source value.
+    """Minimise the loss of ETA, and keep parameters that are important for the source data near their source values.
 
-    How much it matters is its Fisher information on clean source images, which `acclimate.source_statistics` computes once:
-    `acclimate.adapt(model, "eata", source_statistics="stats.safetensors")`. The state file keeps it.
+    The importance of a parameter is its Fisher information on clean source images. `acclimate.source_statistics` computes it
+    once: `acclimate.adapt(model, "eata", source_statistics="stats.safetensors")`. It is kept in the state file.
 
     Args:
         lr: Learning rate; by default 0.001 for a batch of 64, proportional to the batch size.
         margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
         redundancy: Cosine similarity with the average prediction from which on a sample is redundant.
-        decay: Decay of that average.
-        fisher_weight: Weight of the anchor. The authors use 2000 for every model, with the Fisher information of batches as
-            large as the stream's (64); that of smaller batches is larger, and so is its effect.
+        decay: Decay of the average prediction.
+        fisher_weight: Weight of the Fisher regulariser. The authors use 2000 for every model, with the Fisher information of
+            batches as large as those of the stream (64). The Fisher information of smaller batches is larger, and so is its
+            effect.
         momentum: Momentum of SGD.
-        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
-            first.
-        loss: What is minimised, and compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
-            al., ICLR 2025) whose mass of uncertainty is the number of classes.
-        reference: As the authors' released code: see `ETA`.
+        batch_size: Batch size for the default learning rate. By default it is that of each batch, and with reference=True
+            that of the first batch.
+        loss: The loss, which is also compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
+            al., ICLR 2025), whose mass of uncertainty is the number of classes.
+        reference: Behave as the authors' released code, as in `ETA`.
     """
 
     info = replace(
@@ -72,12 +73,16 @@ class EATA(ETA):
         self.fisher_weight = fisher_weight
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Load the Fisher information, and adapt all norms."""
         found = setup.statistics_of("fisher")
         self.fisher = constants((found[name] for name in norm_names(vit).values()), vit)
         return super().attach(vit, setup)
 
     def regularise(self, engine: Engine) -> float:
-        """The gradient of the Fisher-weighted squared distance from the source, which no sample takes part in."""
+        """Add the gradient of the Fisher-weighted squared distance from the source, and return that loss.
+
+        It does not depend on the samples.
+        """
         moved = [p.detach() - source for p, source in zip(engine.adapted.tensors, engine.adapted.source)]
         pull = [fisher * distance for fisher, distance in zip(self.fisher, moved)]
         engine.adapted.amend_gradient(plus=[2 * self.fisher_weight * force for force in pull])

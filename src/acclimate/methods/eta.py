@@ -23,23 +23,23 @@ from .tent import Tent
 class ETA(Tent):
     """Minimise the entropy of samples that are reliable and not redundant, over all norms.
 
-    A sample is reliable if its entropy is below a margin, and redundant if its prediction resembles the moving average of
-    what was learned from before. Of the others, the surer ones weigh more. When none is left, nothing changes, the momentum
-    included. It needs nothing beyond the batch.
+    A sample is reliable if its entropy is below a margin. It is redundant if its prediction is similar to the moving average
+    of the predictions of the samples that the method has learned from. Of the remaining samples, those with lower entropy
+    have more weight. If no sample remains, nothing changes, including the momentum. The method needs only the batch.
 
     Args:
-        lr: Learning rate; by default 0.001 for a batch of 64, proportional to the batch size. The paper has ResNet-50 only;
-            this is what later papers use for ViT-B.
+        lr: Learning rate; by default 0.001 for a batch of 64, proportional to the batch size. The paper has only ResNet-50.
+            This is the value that later papers use for ViT-B.
         margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
         redundancy: Cosine similarity with the average prediction from which on a sample is redundant.
-        decay: Decay of that average.
+        decay: Decay of the average prediction.
         momentum: Momentum of SGD.
-        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
-            first.
-        loss: What is minimised, and compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
-            al., ICLR 2025) whose mass of uncertainty is the number of classes.
-        reference: As the authors' released code, whose default margin counts all classes of the head. COME's mass of
-            uncertainty is 1000.
+        batch_size: Batch size for the default learning rate. By default it is that of each batch, and with reference=True
+            that of the first batch.
+        loss: The loss, which is also compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
+            al., ICLR 2025), whose mass of uncertainty is the number of classes.
+        reference: Behave as the authors' released code: the default margin counts all classes of the head. The mass of
+            uncertainty of COME is 1000.
     """
 
     info = replace(Tent.info, paper="Niu et al., ICML 2022", remembers="an average prediction")
@@ -63,23 +63,25 @@ class ETA(Tent):
         self.margin = margin
         self.redundancy = redundancy
         self.decay = decay
-        self.average: Tensor  # prediction of the samples learned from; NaN until there is one
+        self.average: Tensor  # mean prediction of the samples learned from; NaN before the first one
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Adapt all norms, and create the average prediction."""
         self.register_buffer("average", nothing_yet(vit))
         return super().attach(vit, setup)
 
     def average_prediction(self, engine: Engine) -> Tensor | None:
-        """Over the target's classes, of which there may be fewer than the head has."""
+        """Return the average prediction over the classes of the target, or None before the first update."""
         average = self.average[: engine.num_classes]
         return None if average.isnan().any() else average
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Learn from the reliable and non-redundant samples in one update."""
         average = self.average_prediction(engine)
         return self.learn(self.look(images, engine, average), engine, average)
 
     def look(self, images: Tensor, engine: Engine, average: Tensor | None) -> GradientResult:
-        """The gradient of the weighted entropy of what is worth learning from."""
+        """Compute the gradient of the weighted entropy of the reliable and non-redundant samples."""
         measure = uncertainty(self.loss, engine, reference=self.reference)
         margin = reliable_margin(engine, all_classes=self.reference) if self.margin is None else self.margin
 
@@ -94,7 +96,7 @@ class ETA(Tent):
         return engine.gradient(images, weighted_entropy, selective=True)
 
     def learn(self, result: GradientResult, engine: Engine, average: Tensor | None) -> Step:
-        """Update parameters and average, if there is anything to learn from."""
+        """Update the parameters and the average prediction, unless no sample was kept."""
         if not result.used:
             return Step(result.logits)
         new = engine.ranks.gather(result.logits[result.kept].softmax(-1)).mean(0)
@@ -106,5 +108,8 @@ class ETA(Tent):
         return Step(result.logits, result.used, loss)
 
     def regularise(self, engine: Engine) -> float:
-        """Add to the gradient what does not depend on the batch, and return the loss of that: nothing here."""
+        """Add the gradient of a regulariser that does not depend on the batch, and return its loss.
+
+        ETA has no regulariser; subclasses may add one.
+        """
         return 0.0

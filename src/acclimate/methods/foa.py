@@ -21,30 +21,32 @@ from ._prompts import new_prompts
 
 @register("foa")
 class FOA(Method):
-    """Search, with forward passes alone, for prompt tokens that make the model sure and its class tokens like the source's.
+    """Search by forward passes for prompts with certain predictions and class tokens similar to the source.
 
-    CMA-ES draws a population of prompts for every batch. Their fitness is the sum of the batch's entropies, plus a weight
-    times the squared distance of mean and standard deviation of the class token behind every block from those of the source
-    data, for 64 samples. The last batch's best prompts compete as well, outside of the population. The logits are the best
-    candidate's, after what enters the head has been shifted: by the source's mean minus a moving average of the mean of all
-    candidates on earlier batches. On the first batch there is no shift. The fitness does not see it.
+    CMA-ES draws a population of prompts for every batch. The fitness of a candidate is the sum of the entropies of the
+    batch, plus a weighted distance, scaled to the batch size relative to 64 samples. This is the squared distance of the
+    mean and standard deviation of the class token after every block from those of the source data. The best prompts of the
+    last batch are an additional candidate outside of the population. The logits are those of the best candidate, after a
+    shift of the input of the head: the mean of the source minus a moving average of the mean over all candidates on earlier
+    batches. There is no shift on the first batch. The fitness does not include the shift.
 
-    Beyond the batch it needs the source statistics "class_tokens", population + 1 forward passes, and the covariance of all
-    numbers in the prompts with its root: 85 MB for ViT-B. It needs batches of two images or more, which have a standard
-    deviation: a stream of single images is refused; a single image at the end of another stream is predicted, and nothing is
-    learned from it. A model that is frozen predicts with the best prompts of the last batch, and the shift.
+    In addition to the batch, the method needs the source statistics "class_tokens", population + 1 forward passes, and
+    memory for the covariance of all numbers in the prompts and its root: 85 MB for ViT-B. It needs batches of at least two
+    images, because one image has no standard deviation. A stream of single images is refused. A single image at the end of
+    another stream is predicted, and nothing is learned from it. A frozen model predicts with the best prompts of the last
+    batch and the shift.
 
     Args:
-        prompts: Number of prompt tokens, behind the class token.
-        population: Candidates that are drawn for each batch.
-        discrepancy: Weight of the distance from the source. The authors take 0.4, and 0.2 on ImageNet-R.
-        sigma: Standard deviation of the first candidates, around zero.
-        decay: Share of the moving average that stays at each step.
-        reference: As the authors' released code. It has no quirk to reproduce where a batch has two images or more.
+        prompts: Number of prompt tokens, which follow the class token.
+        population: Number of candidates that are drawn for each batch.
+        discrepancy: Weight of the distance from the source. The authors use 0.4, and 0.2 on ImageNet-R.
+        sigma: Standard deviation of the first candidates, whose mean is zero.
+        decay: Share of the moving average that is kept at each step.
+        reference: Behave as the authors' released code. It has no quirk to reproduce for batches of two images or more.
 
-    Ours: CMA-ES, written after its author's tutorial, learns from the candidates that it has drawn and not from the best
-    prompts of before; the random numbers are the adapter's. Candidates are far from the prompts that it begins with, so the
-    guard does not take their distance for a sign of a collapse.
+    Ours: CMA-ES follows the tutorial of its author. It learns from the candidates that it has drawn, and not from the best
+    prompts of the last batch. The random numbers are those of the adapter. Candidates are far from the initial prompts, so
+    the guard does not treat their distance as a sign of a collapse.
     """
 
     info = Info(
@@ -82,17 +84,18 @@ class FOA(Method):
         self.info = replace(self.info, passes=(self.population + 1, 0))
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Insert the prompts, and create the search distribution."""
         found = setup.statistics_of("class_tokens")
         self.source = constants((found["mean"], found["std"]), vit)
         self.best = new_prompts(vit, self.prompts, setup.rng)
         vit.prompt({0: self.best})
         self.search = CMA(self.best.numel(), self.population, self.sigma).to(vit.device)
-        self.average: Tensor  # of what enters the head; NaN until there is one
+        self.average: Tensor  # mean input of the head; NaN before the first batch
         self.register_buffer("average", torch.full((vit.head.in_features,), math.nan, dtype=vit.precise, device=vit.device))
         return [self.best]
 
     def optimizer(self, batch_size: int) -> None:
-        """There is none; but this is told how large the stream's batches are."""
+        """Return None, because there is no optimizer, and raise an error if the batch size of the stream is 1."""
         if batch_size == 1:
             raise InputError(
                 "foa compares the spread of a batch with the source's, and a single image has none: collect a few images "
@@ -100,13 +103,14 @@ class FOA(Method):
             )
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Evaluate a population of prompts on the batch, update the search, and predict with the best candidate."""
         count = engine.ranks.positions(images)[1]
         if count == 1:
             return Step(self.predict(images, engine), event="skipped: a single image has no spread to compare")
         drawn = self.draw(engine)
         candidates = [*drawn.to(self.best).view(-1, *self.best.shape), self.best.detach().clone()]
         seen = [self.passed(images, candidate, engine) for candidate in candidates]
-        # of all ranks together
+        # sums over all ranks
         sums = engine.ranks.gather(torch.stack([s for s, _ in seen])[None]).sum(0)
         fitness = self.fitness(sums, count)
         require_finite(fitness)
@@ -120,11 +124,14 @@ class FOA(Method):
         return Step(logits, used=count, loss=float(fitness[best]))
 
     def draw(self, engine: Engine) -> Tensor:
-        """A population, (population, prompts x width)."""
+        """Draw a population, (population, prompts x width)."""
         return self.search.ask(engine.rng)
 
     def passed(self, images: Tensor, candidate: Tensor, engine: Engine) -> tuple[Tensor, Tensor]:
-        """Sums of the entropies, of the class tokens and of their squares, (3, length), and what entered the head."""
+        """Pass the images with one candidate, and return sums over the batch and the input of the head.
+
+        The sums are those of the entropies, of the class tokens and of their squares, (3, length).
+        """
         with engine.adapted.using([candidate]):
             logits, tokens = engine.class_tokens(images)
         wide = tokens.double()
@@ -132,7 +139,7 @@ class FOA(Method):
         return torch.stack([total, wide.sum(0), wide.square().sum(0)]), tokens[:, -len(self.average) :]
 
     def fitness(self, sums: Tensor, count: int) -> Tensor:
-        """Of every candidate, from its sums over so many samples: the lower, the better."""
+        """Return the fitness of every candidate from its sums over `count` samples; lower is better."""
         entropies, tokens, squares = sums.unbind(1)
         distance = sum(
             (ours - source).square().sum(1) for ours, source in zip(mean_and_std(tokens, squares, count), self.source)
@@ -140,15 +147,16 @@ class FOA(Method):
         return entropies[:, 0] + self.discrepancy * count / 64 * distance
 
     def remember(self, mean: Tensor) -> None:
-        """Take the mean of what entered the head into the average."""
+        """Update the moving average with the mean input of the head."""
         first = bool(self.average.isnan().any())
         self.average.copy_(mean if first else self.decay * self.average + (1 - self.decay) * mean)
 
     def shifted(self, features: Tensor, engine: Engine) -> Tensor:
-        """Logits, after the features have been moved to where the source's are."""
+        """Return the logits of features that are shifted towards the mean of the source."""
         shift = (self.source[0][-len(self.average) :] - self.average).nan_to_num(0.0)
         with torch.no_grad():
             return engine.classify(features + shift)
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
+        """Return the logits of the best prompts of the last batch, with the shift."""
         return self.shifted(engine.features(images)[1], engine)
