@@ -40,7 +40,7 @@ class CMA(nn.Module):
         self.rate_many = min(1 - self.rate_one, many)
         self.usual_length = math.sqrt(n) * (1 - 1 / (4 * n) + 1 / (21 * n**2))  # expected length of a standard normal vector
         self.gap = 1 / ((self.rate_one + self.rate_many) * n * 10)  # generations between decompositions
-        # The negative weights are bounded: they remove at most what the positive ones add, and the covariance stays definite.
+        # bounds: the negative weights remove at most what the positive ones add, and the covariance stays definite
         negative = min(
             1 + self.rate_one / self.rate_many,
             1 + 2 * _effective(bad) / (mass + 2),

@@ -24,11 +24,11 @@ class FOA(Method):
     """Search by forward passes for prompts with certain predictions and class tokens similar to the source.
 
     CMA-ES draws a population of prompts for every batch. The fitness of a candidate is the sum of the entropies of the
-    batch, plus a weighted distance, scaled to the batch size relative to 64 samples. This is the squared distance of the
-    mean and standard deviation of the class token after every block from those of the source data. The best prompts of the
-    last batch are an additional candidate outside of the population. The logits are those of the best candidate, after a
-    shift of the input of the head: the mean of the source minus a moving average of the mean over all candidates on earlier
-    batches. There is no shift on the first batch. The fitness does not include the shift.
+    batch, plus a weight times the batch size / 64 times a distance from the source data: the squared distance of the mean
+    and standard deviation of the class token after every block. The best prompts of the last batch are an additional
+    candidate outside of the population. The logits are those of the best candidate, after a shift of the input of the head:
+    the mean of the source minus a moving average of the mean over all candidates on earlier batches. There is no shift on
+    the first batch. The fitness does not include the shift.
 
     In addition to the batch, the method needs the source statistics "class_tokens", population + 1 forward passes, and
     memory for the covariance of all numbers in the prompts and its root: 85 MB for ViT-B. It needs batches of at least two

@@ -18,24 +18,25 @@ AFFINITIES = ("rbf", "knn")
 
 @register("lame")
 class LAME(Method):
-    """Correct the predictions of a batch so that samples with similar features agree; the model stays as it is.
+    """Correct the predictions of a batch so that samples with similar features agree; the model does not change.
 
-    The corrected probabilities minimise their divergence from the model's own, less the affinity-weighted agreement of
-    the samples (Laplacian regularisation), by a fixed-point iteration. Made for batches in which few classes occur; on
-    i.i.d. batches of many classes it does harm by design. A sample on its own is predicted as by the source model (for
-    the Gaussian affinity that choice is ours: its bandwidth is undefined there).
+    The corrected probabilities minimise their divergence from those of the model, minus the affinity-weighted agreement of
+    the samples (Laplacian regularisation). They are computed by a fixed-point iteration. The method is made for batches with
+    few classes. On i.i.d. batches of many classes it reduces the accuracy by design. A single sample gets the prediction of
+    the source model. For the Gaussian affinity this is our choice, because its bandwidth is undefined there.
 
-    It needs nothing beyond the batch and remembers nothing. The adapter returns the logarithm of the corrected
-    probabilities, whose softmax they are, so that it can be used as logits.
+    The method needs only the batch and has no memory. The adapter returns the logarithm of the corrected probabilities,
+    which can be used as logits, because its softmax is these probabilities.
 
     Args:
-        affinity: "rbf", a Gaussian of the distance between features of length 1, whose bandwidth is the mean distance to
-            the k-th nearest sample, the sample itself being the first; or "knn", 1 for the k nearest other samples.
-        neighbours: That k.
-        symmetric: Average the affinity with its transpose.
-        weight: Of the agreement, against the model's own predictions.
-        max_iterations: Most updates per batch; it stops earlier when the energy changes by less than 1e-8 of itself.
-        reference: Accepted by every method; the released code has no quirk beyond returning probabilities.
+        affinity: "rbf", a Gaussian of the distance between normalised features, whose bandwidth is the mean distance to the
+            k-th nearest sample, where the first is the sample itself; or "knn", 1 for the k nearest other samples.
+        neighbours: The number k of nearest samples.
+        symmetric: Whether to average the affinity with its transpose.
+        weight: Weight of the agreement, relative to the predictions of the model.
+        max_iterations: Largest number of updates per batch. The iteration stops earlier when the relative change of the
+            energy is at most 1e-8.
+        reference: Accepted by every method. The released code has no quirk except that it returns probabilities.
     """
 
     info = Info(paper="Boudiaf et al., CVPR 2022", adapts="predictions of a batch")
@@ -63,17 +64,19 @@ class LAME(Method):
         self.reference = reference
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Correct the predictions of the batch, over all ranks."""
         logits, features = engine.features(images)
         require_finite(logits, features)
         mine, _ = engine.ranks.positions(images)
         return Step(self.correct(engine.ranks.gather(logits), engine.ranks.gather(features))[mine])
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
+        """Correct the predictions of the images of this rank."""
         return self.correct(*engine.features(images))
 
     @torch.no_grad()
     def correct(self, logits: Tensor, features: Tensor) -> Tensor:
-        """Logarithm of the corrected probabilities of a batch."""
+        """Return the logarithm of the corrected probabilities of a batch."""
         log_p = (logits.softmax(-1) + 1e-10).log()
         affinity = self.weight * self.affinities(F.normalize(features.to(logits), dim=-1))
         log_y = log_p.log_softmax(-1)
@@ -88,18 +91,18 @@ class LAME(Method):
         return log_y
 
     def affinities(self, directions: Tensor) -> Tensor:
-        """Of every pair of samples, (batch, batch)."""
+        """Return the affinity of every pair of samples, (batch, batch)."""
         count = len(directions)
         if count == 1:
             return directions.new_zeros(1, 1)
-        # not from the Gram matrix, which loses the digits that tell near neighbours apart
+        # not from the Gram matrix, whose rounding errors are too large for near neighbours
         distances = torch.cdist(directions, directions, compute_mode="donot_use_mm_for_euclid_dist")
         if self.affinity == "rbf":
             bandwidth = distances.kthvalue(min(self.neighbours, count)).values.mean()
-            tiny = torch.finfo(distances.dtype).tiny  # if all samples are equal
+            tiny = torch.finfo(distances.dtype).tiny  # for the case that all samples are equal
             affinity = (-(distances**2) / (2 * bandwidth**2).clamp_min(tiny)).exp()
         else:
-            distances.fill_diagonal_(-1)  # itself comes first, also beside an equal sample
+            distances.fill_diagonal_(-1)  # the sample itself is the first, even if another one is equal
             nearest = distances.topk(min(self.neighbours + 1, count), largest=False).indices[:, 1:]
             affinity = torch.zeros_like(distances).scatter_(1, nearest, 1.0)
         return (affinity + affinity.T) / 2 if self.symmetric else affinity

@@ -20,24 +20,25 @@ from ._augment import augmix
 
 @register("memo")
 class MEMO(Method):
-    """For every image on its own: minimise the entropy of the mean prediction over its augmented views, then predict it.
+    """Minimise the entropy of the mean prediction over augmented views of each image, and then predict that image.
 
-    Every image begins at the source weights, so the order of a stream does not matter, and neither do its batches: their
-    images are handled one by one. The logits come from after the update. A frozen call predicts with the source weights.
+    Every image starts from the source weights. Therefore neither the order of a stream nor its division into batches
+    matters: the images of a batch are processed one by one. The logits come from after the update. A frozen call predicts
+    with the source weights.
 
-    Needs the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`). An image costs as much as two batches
-    of its views: one pass for their mean prediction, one for the gradient, which then needs the memory of a micro-batch.
-    Weights in float16 are refused, because Adam's squared gradients do not fit into it.
+    The method needs the normalisation of the model, to augment pixels (`adapt(..., mean=, std=)`). An image costs as much as
+    two batches of its views: one pass for their mean prediction, and one for the gradient, which needs the memory of a
+    micro-batch. Weights in float16 are refused, because the squared gradients of Adam are too small for it.
 
     Args:
-        lr: Learning rate of AdamW. This and `weight_decay` are the authors' for a transformer (RVT); there is no published
-            value for ViT-B.
+        lr: Learning rate of AdamW. This and `weight_decay` are the authors' values for a transformer (RVT). There is no
+            published value for ViT-B.
         weight_decay: Weight decay of AdamW.
-        views: Augmented views per image, made by AugMix.
-        iterations: Updates per image; each has its own views.
-        leak_optimizer_state: Keep the moments and the step count of AdamW from image to image, as the released code does;
-            by default only with `reference`.
-        reference: Behave as the authors' released code: the optimizer's state is kept.
+        views: Number of augmented views per image, made by AugMix.
+        iterations: Number of updates per image, each with its own views.
+        leak_optimizer_state: Whether to keep the moments and the step count of AdamW from image to image, as the released
+            code does. By default only with `reference`.
+        reference: Behave as the authors' released code: the state of the optimizer is kept.
     """
 
     info = Info(
@@ -74,21 +75,25 @@ class MEMO(Method):
         self.info = replace(self.info, passes=(2 * self.views * self.iterations + 1, self.views * self.iterations))
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Adapt all parameters."""
         self._adapted = list(vit.model.parameters())
         require_room_for_squares(vit, self._adapted)
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        """Return AdamW over all parameters."""
         return torch.optim.AdamW(self._adapted, lr=self.lr, weight_decay=self.weight_decay)
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
+        """Return the logits of the source model."""
         with engine.adapted.using(engine.adapted.source):
             return engine.predict(images)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Adapt to each image on its own, starting from the source weights, and predict it."""
         leak = self.reference if self.leak_optimizer_state is None else self.leak_optimizer_state
         logits, losses = [], []
-        batch = engine.ranks.gather(images)  # ranks share the views of an image, not the images
+        batch = engine.ranks.gather(images)  # the views of an image are divided over the ranks, not the images
         for image in batch:
             engine.adapted.restore(keep_momentum=leak)
             for _ in range(self.iterations):
@@ -98,15 +103,15 @@ class MEMO(Method):
         return Step(torch.cat(logits)[places], used=total, loss=sum(losses) / len(losses))
 
     def augmented(self, image: Tensor, engine: Engine) -> Tensor:
-        """The views of one image."""
+        """Return the augmented views of one image."""
         pixels = engine.to_pixels(image)
         return engine.from_pixels(torch.stack([augmix(pixels, engine.rng) for _ in range(self.views)]))
 
     def learn(self, views: Tensor, engine: Engine) -> float:
-        """One update on the entropy of the mean prediction.
+        """Minimise the entropy of the mean prediction in one update, and return the loss.
 
-        With q the mean of the views' predictions p, -sum p log q has the mean and, since the entries of each p sum to 1,
-        the gradient of the entropy of q: a loss per view.
+        Let q be the mean of the predictions p of the views. Then -sum p log q has the mean of the entropy of q and, since
+        the entries of each p sum to 1, also its gradient. It is a loss of each view.
         """
         mine = engine.ranks.share(views)
         log_p = engine.ranks.gather(engine.predict(mine)).log_softmax(-1)

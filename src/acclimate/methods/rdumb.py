@@ -17,22 +17,22 @@ from .eta import ETA
 
 @register("rdumb")
 class RDumb(ETA):
-    """ETA that forgets everything, parameters, momentum and average, after every so many steps.
+    """Run ETA, and reset parameters, momentum and average prediction to the source after a fixed number of steps.
 
-    It needs nothing beyond the batch. Streams of one corruption of ImageNet-C are shorter than the default period unless
-    their batches are small: ETA is then what is seen.
+    The method needs only the batch. Streams of one corruption of ImageNet-C are shorter than the default period unless their
+    batches are small. On such a stream the method is equal to ETA.
 
     Args:
         lr: Learning rate; by default 0.00025 for a batch of 64, the authors' for ResNet-50, and proportional to the batch
-            size. That it is the same for a ViT, and the proportion, are ours.
+            size. The same value for a ViT and the proportionality are ours.
         margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
         redundancy: Cosine similarity with the average prediction from which on a sample is redundant.
-        decay: Decay of that average.
-        period: Steps after which the source model comes back.
+        decay: Decay of the average prediction.
+        period: Number of steps after which the source model is restored.
         momentum: Momentum of SGD.
-        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
-            first.
-        reference: As the authors' released code: see `ETA`.
+        batch_size: Batch size for the default learning rate. By default it is that of each batch, and with reference=True
+            that of the first batch.
+        reference: Behave as the authors' released code, as in `ETA`.
     """
 
     info = replace(ETA.info, paper="Press et al., NeurIPS 2023")
@@ -62,13 +62,14 @@ class RDumb(ETA):
         require_whole(1, period=period)
         self.period = int(period)
         self.since: Tensor
-        self.register_buffer("since", torch.tensor(0))  # steps since the source model came back
+        self.register_buffer("since", torch.tensor(0))  # number of steps since the source model was restored
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Restore the source model if the period is over, and take a step of ETA."""
         due = int(self.since) == self.period
         average = None if due else self.average_prediction(engine)
         with engine.adapted.at_source() if due else nullcontext():
-            result = self.look(images, engine, average)  # may find something that is not finite: nothing has changed yet
+            result = self.look(images, engine, average)  # nothing has changed yet if this raises NonFiniteError
         if due:
             engine.adapted.restore()
             self.average.fill_(torch.nan)

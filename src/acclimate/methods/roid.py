@@ -1,5 +1,6 @@
-"""ROID: Universal Test-time Adaptation through Weight Ensembling, Diversity Weighting, and Prior Correction
-(Marsden et al., WACV 2024).
+"""ROID (Marsden et al., WACV 2024).
+
+The title is "Universal Test-time Adaptation through Weight Ensembling, Diversity Weighting, and Prior Correction".
 """
 
 from __future__ import annotations
@@ -24,31 +25,32 @@ from ._window import Window
 
 @register("roid")
 class ROID(Method):
-    """Learn from the diverse and certain samples of a batch, stay near the source, and correct for the classes' frequency.
+    """Learn from diverse and certain samples, stay near the source, and correct for the class frequencies.
 
-    A sample counts the more, the less its prediction resembles the average prediction so far and the surer it is; those less
-    diverse than the mean of their batch do not count. Each is to have a high likelihood ratio, and an augmented view of it
-    the same prediction. After each step the parameters move a little towards the source. What is returned is from before the
-    update, weighted by how often the batch predicts each class.
+    The weight of a sample is larger if its prediction is less similar to the average prediction so far, and if it is more
+    certain. Samples that are less diverse than the mean of their batch are not used. The loss is the soft likelihood ratio
+    of a sample, plus the symmetric cross entropy between the sample and an augmented view. After each step the parameters
+    move a little towards the source. The returned logits come from before the update, and are weighted by the frequency of
+    each class in the predictions of the batch.
 
-    Needs the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`), and batches of two images or more, or a
-    window: the weights compare the samples of a batch. Without a window a stream of single images is refused; a single image
-    at the end of another stream is predicted, and nothing is learned from it.
+    The method needs the normalisation of the model, to augment pixels (`adapt(..., mean=, std=)`). It also needs batches of
+    at least two images, or a window, because the weights compare the samples of a batch. Without a window, a stream of
+    single images is refused. A single image at the end of another stream is predicted, and nothing is learned from it.
 
     Args:
         lr: Learning rate.
         momentum: Momentum of SGD.
-        nesterov: Nesterov's momentum.
-        decay: Share of the average prediction that stays at each step.
-        temperature: Of the weights: the lower, the more a diverse and certain sample counts.
-        source_momentum: Share of the adapted parameters that stays when they move towards the source.
-        window: In a stream of single images, learn from so many at a time, once these have come; the frequency of the
-            classes is that in the last so many. The authors pass all of them with each image; here the logits from when
-            an image came are remembered (ours).
-        reference: Behave as the authors' released code: the logits, not the probabilities, are multiplied with the classes'
-            frequency; a batch whose samples are equally diverse or equally certain is not learned from (its weights are
-            0/0; by default these samples count alike); and losses are summed and divided by the size of the first batch,
-            whatever the size of this one, so that those of a window are not divided.
+        nesterov: Whether to use Nesterov's momentum.
+        decay: Share of the average prediction that is kept at each step.
+        temperature: Temperature of the sample weights. With a lower value, diverse and certain samples have more weight.
+        source_momentum: Share of the adapted parameters that is kept when they move towards the source.
+        window: Number of images that are collected in a stream of single images. The method learns from them whenever so
+            many new images have come, and the class frequencies are those of the last `window` images. The authors pass all
+            of them with each image; here the logits from the arrival of an image are stored (ours).
+        reference: Behave as the authors' released code: the logits, not the probabilities, are multiplied with the class
+            frequencies; a batch whose samples are equally diverse or equally certain is not learned from (its weights are
+            0/0; by default these samples have equal weights); and losses are summed and divided by the size of the first
+            batch, whatever the size of this one, so that those of a window are not divided.
     """
 
     info = Info(
@@ -89,13 +91,15 @@ class ROID(Method):
         self.reference = reference
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Adapt all norms, and create the average prediction and the window."""
         self._adapted = parameters_of(vit.norms)
-        self.average: Tensor  # prediction; NaN until there is one
+        self.average: Tensor  # average prediction; NaN before the first batch
         self.register_buffer("average", nothing_yet(vit))
         self.collected = None if self.window is None else Window(self.window, vit)
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        """Return SGD over the norms, and raise an error for a stream of single images without a window."""
         if batch_size == 1 and self.window is None:
             raise InputError(
                 f"{self.name} compares the samples of a batch, which a single image does not allow: pass at least two at "
@@ -104,6 +108,7 @@ class ROID(Method):
         return torch.optim.SGD(self._adapted, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Predict the batch with prior correction, and learn from its diverse and certain samples."""
         logits = engine.predict(images)
         everybody = engine.ranks.gather(logits)
         if len(everybody) > 1:
@@ -119,14 +124,17 @@ class ROID(Method):
         return Step(corrected, *learned)
 
     def learn(self, images: Tensor, everybody: Tensor, engine: Engine) -> tuple[int, float]:
-        """One update by images, of which a rank has its share, and the logits of them all."""
+        """Learn from images in one update, and return the number of samples used and the loss.
+
+        `images` are those of this rank, and `everybody` has the logits of all ranks.
+        """
         weights, kept = self.weights(everybody)
         if not weights.isfinite().all():
             raise NonFiniteError("the weights of this batch are not finite; no update was applied.")
         places, total = engine.ranks.positions(images)
         mine = kept[places]
         pairs = torch.stack([images[mine], self.augmented(images, mine, engine)], dim=1)
-        # the engine takes the mean over the kept samples, the paper the sum over them divided by all
+        # the engine divides by the number of kept samples, the paper by the number of all samples
         divisor = int(engine.batch_size) if self.reference else total
         share = weights[places][mine] * (int(kept.sum()) / divisor)
         result = engine.gradient(pairs, likelihood_ratio_and_consistency, extras=[share])
@@ -136,31 +144,32 @@ class ROID(Method):
         return result.used, result.loss
 
     def augmented(self, images: Tensor, kept: Tensor, engine: Engine) -> Tensor:
-        """One view of each kept image."""
+        """Return one augmented view of each kept image."""
         view = jitter_and_move(engine.to_pixels(images[kept]), engine.rng, padding="reflect", blur=False)
         return engine.from_pixels(view.clamp(0, 1))
 
     def remember(self, logits: Tensor) -> None:
+        """Update the average prediction with the mean prediction of a batch."""
         classes = logits.shape[-1]
         mean = or_uniform(self.average, classes)
         self.average[:classes] = self.decay * mean + (1 - self.decay) * logits.softmax(-1).mean(0)
 
     def weights(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """How much each sample of a batch counts, and whether it counts at all."""
+        """Return the weight of each sample of a batch, and whether it is used."""
         mean = or_uniform(self.average, logits.shape[-1])
         diversity = self.scaled(1 - F.cosine_similarity(mean[None], logits.softmax(-1), dim=-1))
         certainty = self.scaled(-entropy(logits))
         return (diversity * certainty / self.temperature).exp(), diversity >= diversity.mean()
 
     def scaled(self, values: Tensor) -> Tensor:
-        """From 0, the least in the batch, to 1, the most."""
+        """Scale the values of a batch linearly, so that the least is 0 and the largest is 1."""
         least, most = values.min(), values.max()
         if least == most and not self.reference:
             return torch.ones_like(values)
         return (values - least) / (most - least)
 
     def corrected(self, logits: Tensor, everybody: Tensor) -> Tensor:
-        """Logits weighted by the smoothed frequency of the classes in the batch."""
+        """Return the logits, weighted by the smoothed class frequencies of the batch."""
         samples, classes = everybody.shape
         frequency = everybody.softmax(-1).mean(0)
         smoothing = max(1 / samples, 1 / classes) / frequency.max()
@@ -168,18 +177,22 @@ class ROID(Method):
         return logits * prior if self.reference else logits + prior.log()
 
     def ensemble(self, engine: Engine) -> None:
-        """Move a little towards the source."""
+        """Move the adapted parameters a little towards the source."""
         blend(engine.adapted.tensors, engine.adapted.source, self.source_momentum)
 
 
 def likelihood_ratio_and_consistency(logits: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Of pairs (image, view): the image's soft likelihood ratio, and the cross entropy between both, which both learn."""
+    """Return the weighted loss of each pair (image, view), and that every pair is kept.
+
+    The loss is the soft likelihood ratio of the image plus the symmetric cross entropy between image and view. Both get a
+    gradient.
+    """
     z, view = logits.unbind(1)
     loss = weight * (soft_likelihood_ratio(z) + symmetric_cross_entropy(view, z))
     return keep_all(loss)
 
 
 def soft_likelihood_ratio(logits: Tensor) -> Tensor:
-    """-sum p log(p / (1 - p)), with p at most 0.99."""
+    """Return -sum p log(p / (1 - p)) of each sample, with p limited to 0.99."""
     p = logits.softmax(-1).clamp(max=0.99)
     return -(p * (p / (1 - p) + 1e-5).log()).sum(-1)

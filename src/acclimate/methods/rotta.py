@@ -22,26 +22,27 @@ EMPTY = -1
 
 @register("rotta")
 class RoTTA(Method):
-    """A student learns from an averaged teacher on a memory of samples that are recent, sure and of all classes.
+    """Train a student with an averaged teacher on a memory of recent, certain and class-balanced samples.
 
-    The teacher predicts, and its logits are returned, from before any update in the batch. Each sample is offered to the
-    memory, where every class has the same room. After every so many samples, also in the middle of a batch, the student
-    learns on augmented views of the memory to predict what the teacher does without, the less of a sample the older it is;
-    then the teacher follows.
+    The teacher predicts, and its logits from before any update in the batch are returned. Each sample is a candidate for the
+    memory, in which every class has an equal share. After a fixed number of samples, also within a batch, the
+    student learns from the memory: its predictions of augmented views should equal those of the teacher for the images
+    themselves. Older samples have less weight. Then the teacher is updated.
 
-    Needs the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`), images of one size, and memory for some
-    of them. The paper replaces BatchNorm, which a ViT has not; to adapt the norms of a ViT is how later benchmarks port it.
-    The augmentation is CoTTA's. Weights in float16 are refused, because Adam's squared gradients do not fit into it.
+    The method needs the normalisation of the model, to augment pixels (`adapt(..., mean=, std=)`), images of one size, and
+    memory for some of them. The paper replaces BatchNorm, which a ViT does not have. Later benchmarks port it to a ViT by an
+    adaptation of the norms. The augmentation is that of CoTTA. Weights in float16 are refused, because the squared gradients
+    of Adam are too small for it.
 
     Args:
         lr: Learning rate of Adam.
-        betas: Decay of Adam's moments.
-        nu: Share of the student in the teacher's average, at each update.
-        memory: Images in the memory.
-        every: Samples from one update to the next.
-        lambda_t: Weight of a sample's age in the score by which it has to leave the memory.
-        lambda_u: Weight of its entropy.
-        reference: Accepted by every method; the released code has no quirk to reproduce here.
+        betas: Decay rates of the moments of Adam.
+        nu: Share of the student in the average of the teacher at each update.
+        memory: Number of images in the memory.
+        every: Number of samples between two updates.
+        lambda_t: Weight of the age of a sample in the score. Samples with a high score are removed from the memory first.
+        lambda_u: Weight of the entropy of a sample in the score.
+        reference: Accepted by every method. The released code has no quirk to reproduce here.
     """
 
     info = Info(
@@ -83,6 +84,7 @@ class RoTTA(Method):
         self.reference = reference
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Adapt all norms, and create the teacher and the memory."""
         require_supported(vit.model, vit.image_size is not None, "RoTTA remembers images, which have to be of one size")
         self._adapted = parameters_of(vit.norms)
         require_room_for_squares(vit, self._adapted)
@@ -95,19 +97,22 @@ class RoTTA(Method):
         size = vit.image_size or ()
         zeros = torch.zeros(self.memory, vit.channels, *size, dtype=vit.dtype, device=vit.device)
         self.register_buffer("images", zeros)
-        self.register_buffer("labels", torch.full((self.memory,), EMPTY))  # predicted; a place may be empty
+        self.register_buffer("labels", torch.full((self.memory,), EMPTY))  # predicted labels, or EMPTY
         self.register_buffer("entropies", torch.zeros(self.memory))
-        self.register_buffer("arrivals", torch.zeros(self.memory, dtype=torch.long))  # how many samples came before
+        self.register_buffer("arrivals", torch.zeros(self.memory, dtype=torch.long))  # number of samples before this one
         self.register_buffer("seen", torch.tensor(0))
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        """Return Adam over the norms."""
         return torch.optim.Adam(self._adapted, lr=self.lr, betas=(self.betas[0], self.betas[1]))
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
+        """Return the logits of the teacher."""
         return self.teacher.predict(images, engine)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Predict with the teacher, store the samples in the memory, and learn from it at fixed intervals."""
         logits = self.teacher.predict(images, engine)
         everybody, batch = engine.ranks.gather(logits), engine.ranks.gather(images)
         uncertainty, labels = entropy(everybody).tolist(), everybody.argmax(-1).tolist()
@@ -125,10 +130,11 @@ class RoTTA(Method):
         return step
 
     def place_for(self, label: int, uncertainty: float, classes: int) -> int | None:
-        """Where a new sample of this class goes: a free place, or that of a sample which deserves it less; None if nowhere.
+        """Return the index in the memory for a new sample of this class, or None if it is not stored.
 
-        A class has its share of the places, and at least one. Below that, the newcomer competes with the largest classes
-        once the memory is full; otherwise with its own.
+        The index is that of a free entry, or of a sample with a higher score. Every class has an equal share of the entries,
+        and at least one. If the class has less than its share and the memory is full, the new sample competes with samples
+        of the largest classes. If the class has its share, the new sample competes with samples of its own class.
         """
         labels = self.labels.cpu()
         taken = labels != EMPTY
@@ -145,15 +151,15 @@ class RoTTA(Method):
         return worst if score[worst] > newcomer else None
 
     def ages(self) -> Tensor:
-        """In samples, of each place."""
+        """Return the age of each entry, as a number of samples."""
         return (self.seen - self.arrivals).cpu()
 
     def score(self, ages: Tensor, uncertainty: Tensor, classes: int) -> Tensor:
-        """The higher, the sooner a sample leaves."""
+        """Return the score of samples; a sample with a higher score is removed earlier."""
         return self.lambda_t * (ages / self.memory).sigmoid() + self.lambda_u * uncertainty / math.log(classes)
 
     def learn(self, engine: Engine) -> tuple[int, float]:
-        """One update on the memory: how many samples it holds, and their loss."""
+        """Learn from the memory in one update, and return the number of its samples and the loss."""
         filled = (self.labels != EMPTY).nonzero()[:, 0]
         images = self.images[filled]
         ages = self.ages()[filled.cpu()].to(engine.vit.precise)
@@ -168,11 +174,11 @@ class RoTTA(Method):
         return result.used, result.loss
 
     def augmented(self, images: Tensor, places: Tensor, engine: Engine) -> Tensor:
-        """A view of each image of these places in the memory."""
+        """Return an augmented view of each image at these indices of the memory."""
         return noisy_view(images, torch.randn(images.shape, generator=engine.rng), engine)
 
 
 def weighted_cross_entropy(logits: Tensor, target: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The student's against the teacher."""
+    """Return the weighted cross entropy from teacher to student, and that every sample is kept."""
     loss = -weight * (target.softmax(-1) * logits.log_softmax(-1)).sum(-1)
     return keep_all(loss)

@@ -18,11 +18,11 @@ from ._losses import reliable_margin, require_loss, uncertainty
 
 @register("sar")
 class SAR(LeadingNorms):
-    """Sharpness-aware minimisation of the entropy of reliable samples, over the norms of all but the last blocks.
+    """Minimise the entropy of reliable samples, sharpness-aware, over the norms of all but the last blocks.
 
-    A sample is reliable if its entropy is below a margin, before the sharpness-aware ascent and after it. When the moving
-    average of the loss gets so low that the model is about to predict one class for everything, it recovers: the source
-    parameters come back.
+    A sample is reliable if its entropy is below a margin, both before and after the sharpness-aware ascent. A very low
+    moving average of the loss is a sign that the model is about to predict one class for all images. In that case the source
+    parameters are restored.
 
     Args:
         lr: Learning rate of the norms; by default 0.001 for a batch of 64, proportional to the batch size, and twice that
@@ -30,18 +30,18 @@ class SAR(LeadingNorms):
         margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
         rho: Radius of the sharpness-aware ascent.
         momentum: Momentum of SGD.
-        recovery: Moving average of the loss below which the source parameters come back.
+        recovery: Value of the moving average of the loss below which the source parameters are restored.
         decay: Decay of that moving average.
-        blocks: Which blocks adapt: a number (the first so many) or indices; by default all but the last quarter, of which
-            at most three are left out (9 of 12, 21 of 24).
-        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
-            first.
-        loss: What is minimised, and compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
-            al., ICLR 2025) whose mass of uncertainty is the number of classes.
-        reference: Behave as the authors' released code, quirks included: momentum survives a recovery and moves the
+        blocks: Blocks that adapt: a number (the first blocks) or indices. By default all but the last quarter, of which at
+            most three are left out (9 of 12, 21 of 24).
+        batch_size: Batch size for the default learning rate. By default it is that of each batch, and with reference=True
+            that of the first batch.
+        loss: The loss, which is also compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
+            al., ICLR 2025), whose mass of uncertainty is the number of classes.
+        reference: Behave as the authors' released code, quirks included: momentum is kept in a recovery and moves the
             parameters when no sample is reliable, the moving average does not restart after a recovery, the margin counts
-            all classes of the head, and matching by name leaves out blocks 9 to 11 of a 24-block model too.
-            COME's mass of uncertainty is 1000.
+            all classes of the head, and the selection by name also leaves out blocks 9 to 11 of a 24-block model. The mass
+            of uncertainty of COME is 1000.
     """
 
     info = Info(
@@ -76,9 +76,10 @@ class SAR(LeadingNorms):
         self.decay = decay
         self.loss = loss
         self.average: Tensor
-        self.register_buffer("average", torch.tensor(math.nan))  # of the loss; NaN until there is one
+        self.register_buffer("average", torch.tensor(math.nan))  # moving average of the loss; NaN before the first one
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Learn from the reliable samples by one sharpness-aware step, and recover if the loss is too low."""
         measure = uncertainty(self.loss, engine, reference=self.reference)
         margin = reliable_margin(engine, all_classes=self.reference) if self.margin is None else self.margin
 
@@ -99,7 +100,7 @@ class SAR(LeadingNorms):
         if used:
             engine.adapted.update()
         elif self.reference:
-            engine.adapted.zero_gradient()  # the released code steps on zeros: momentum still moves the parameters
+            engine.adapted.zero_gradient()  # the released code still steps: momentum moves the parameters
             engine.adapted.update()
 
         average = float(self.average)

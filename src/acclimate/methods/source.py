@@ -1,4 +1,4 @@
-"""Source: the model as it was trained, the baseline of every table."""
+"""Source: the unadapted model, which is the baseline of every table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Source(Method):
     """Predict with the source model and adapt nothing.
 
     Args:
-        reference: Accepted by every method; there is nothing to differ here.
+        reference: Accepted by every method. It has no effect here.
     """
 
     info = Info(paper="no adaptation")
@@ -24,4 +24,5 @@ class Source(Method):
         self.reference = reference
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Predict the batch, and learn nothing."""
         return Step(engine.predict(images))

@@ -19,27 +19,29 @@ from ._siamese import Siamese, divergence
 
 @register("spa")
 class SPA(Siamese):
-    """Learn to predict of a deteriorated view what is predicted of the image itself.
+    """Learn to predict from deteriorated views of an image what is predicted for the image itself.
 
-    One view lacks some of the image's low frequencies, the other is mixed with Gaussian noise, patch by patch in a
-    proportion that is learned to make the task hard. The views pass through a linear predictor before the head; the image
-    itself does not, and is the target where its prediction is the surer one. The loss is the divergence from target to
-    view, averaged over these samples for each view, and summed.
+    One view lacks some of the low frequencies of the image. The other view is mixed with Gaussian noise, with a proportion
+    for each patch that is learned so that the task becomes hard. The views pass through a linear predictor before the head;
+    the image itself does not. The prediction of the image is the target wherever it is more confident than that of the view.
+    The loss is the divergence from target to view, averaged over these samples for each view, and summed over the views.
 
-    Beyond the batch it needs the model's normalisation, to know the range of pixels, and two more passes.
+    In addition to the batch, the method needs the normalisation of the model, to know the range of pixels, and two more
+    passes.
 
     Args:
-        lr: Learning rate of the norms. The authors give none for other batch sizes than 64; so it does not follow them.
+        lr: Learning rate of the norms. The authors give no value for batch sizes other than 64, so it does not depend on the
+            batch size.
         lr_predictor: Learning rate of the predictor.
-        noise: Mean proportion of noise, over the patches.
+        noise: Mean proportion of noise over the patches.
         dropped_frequencies: Share of the low frequencies that are removed.
-        low_frequencies: Side of the square of low frequencies, as a share of the spectrum's.
-        lr_noise: Learning rate of the patches' proportions, which ascend the loss.
+        low_frequencies: Side of the square of low frequencies, as a share of the side of the spectrum.
+        lr_noise: Learning rate of the proportions of noise, which ascend the loss.
         momentum: Momentum of SGD.
-        momentum_noise: The same, for these proportions.
-        reference: Behave as the authors' released code: the noisy view is clipped to [-1, 1], whatever the model's
-            normalisation is (by default it is clipped to what pixels can be), and momentum moves norms, predictor and
-            noise when neither view has a sample to learn from (by default no step is taken then).
+        momentum_noise: Momentum of SGD for the proportions of noise.
+        reference: Behave as the authors' released code: the noisy view is clipped to [-1, 1], whatever the normalisation of
+            the model is (by default it is clipped to the range of pixels), and momentum moves norms, predictor and noise
+            when neither view has a sample to learn from (by default no step is taken then).
 
     Ours: the noise has one proportion for each of the model's own patches (16 pixels in ViT-B/16, as the authors have).
     """
@@ -81,17 +83,20 @@ class SPA(Siamese):
         self.momentum_noise = momentum_noise
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Adapt all norms, the predictor and the proportions of noise."""
         side = math.isqrt(vit.tokens - 1)
-        # its square is the proportion of noise
+        # the square of alpha is the proportion of noise
         alpha = torch.full((side, side), math.sqrt(self.noise), dtype=vit.dtype, device=vit.device)
         self.alpha = nn.Parameter(alpha)
         return [*super().attach(vit, setup), self.alpha]
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        """Return SGD that descends the loss over norms and predictor, and ascends it over the proportions of noise."""
         ascent = {"params": [self.alpha], "lr": self.lr_noise, "momentum": self.momentum_noise, "maximize": True}
         return torch.optim.SGD([*self.groups(0.01, 0.05), ascent], momentum=self.momentum)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Learn from both views of each image in one update."""
         noise, keep = self.draw(images, engine)
         target = engine.predict(images)
         require_finite(target)
@@ -109,7 +114,7 @@ class SPA(Siamese):
         if not used and not self.reference:
             return Step(target)
         if not mixed.used:
-            engine.adapted.zero_gradient()  # a view without a sample adds nothing, and momentum still moves the parameters
+            engine.adapted.zero_gradient()  # a view without samples adds no gradient; momentum still moves the parameters
         engine.adapted.amend_gradient(plus=gradient or None)
         engine.adapted.update()
         with torch.no_grad():
@@ -119,7 +124,7 @@ class SPA(Siamese):
         return Step(target, used, sum(losses) if losses else None)
 
     def draw(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor]:
-        """Noise, the same for all images, and which low frequencies each image and channel keeps."""
+        """Draw noise, the same for all images, and the low frequencies that each image and channel keeps."""
         places, count = engine.ranks.positions(images)
         channels, *size = images.shape[1:]
         top, left = low_frequencies(size, self.low_frequencies)
@@ -128,33 +133,35 @@ class SPA(Siamese):
         return noise.to(images), keep[places.cpu()].to(images.device)
 
     def clip(self, images: Tensor, engine: Engine) -> Tensor:
+        """Clip images to the range of pixels, or with `reference` to [-1, 1]."""
         if self.reference:
             return images.clamp(-1, 1)
         return engine.from_pixels(engine.to_pixels(images).clamp(0, 1))
 
 
 def surer(view: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Divergence from target to view, where the target is the surer one."""
+    """Return the divergence from target to view, and whether the target is more confident than the view."""
     return divergence(target, view), target.softmax(-1).amax(-1) > view.detach().softmax(-1).amax(-1)
 
 
 def mix(images: Tensor, noise: Tensor, alpha: Tensor) -> Tensor:
-    """Each patch with its own proportion of noise."""
+    """Mix each patch of the images with its own proportion of noise."""
     share = F.interpolate(alpha.square()[None, None], images.shape[-2:], mode="nearest")
     return (1 - share) * images + share * noise
 
 
 def low_frequencies(size: Sequence[int], share: float) -> tuple[int, int]:
-    """So many rows and columns of frequencies, to either side of zero, are low."""
+    """Return the number of rows and columns of low frequencies on either side of zero."""
     height, width = size
     return int(height * share / 2), int(width * share / 2)
 
 
 def drop(images: Tensor, keep: Tensor) -> Tensor:
-    """Images without the low frequencies that `keep`, (batch, channels, rows, columns) around zero, leaves out.
+    """Remove the low frequencies from images where `keep` is False.
 
-    A real image's spectrum is the same, conjugated, at opposite frequencies. So what is kept of the rows above zero, and
-    to the right in row zero, is kept of their opposites; the other flags have no say.
+    `keep` has the shape (batch, channels, rows, columns), with frequency zero in its centre. The spectrum of a real image at
+    opposite frequencies is conjugate. Therefore the flags of the rows above zero, and to the right of zero in row zero, hold
+    also for the opposite frequencies, and the other flags have no effect.
     """
     spectrum = torch.fft.fft2(images.to(torch.promote_types(images.dtype, torch.float32)))
     top, left = keep.shape[-2] // 2, keep.shape[-1] // 2

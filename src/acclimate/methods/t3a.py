@@ -18,21 +18,21 @@ from ..models.view import ViT
 
 @register("t3a")
 class T3A(Method):
-    """Replace the head by prototypes: the mean direction of the surest features seen so far of each predicted class.
+    """Replace the head by prototypes: for each class, the mean direction of its features of lowest entropy so far.
 
-    No parameter changes. A bank keeps, for each class, the supports of lowest entropy; it begins with the rows of the head.
-    A batch enters the bank before it is scored. A score is the product of a feature with a prototype of length 1, and the
-    softmax of the scores is the prediction, so that they stand for logits.
+    No parameter changes. A bank keeps the supports of lowest entropy for each predicted class; it starts with the rows of
+    the head. A batch is stored in the bank before it is scored. A score is the product of a feature with a prototype of
+    length 1. The prediction is the softmax of the scores, so they are used as logits.
 
-    Beyond the batch it needs the bank, of a fixed size: classes x `supports_per_class` x width.
+    In addition to the batch, the method needs the bank, of a fixed size: classes x `supports_per_class` x width.
 
     Args:
-        supports_per_class: Supports that each class keeps. The paper chooses from 1, 5, 20, 50, 100 and all on validation
-            data, so there is no default of its own; 20 is what later comparisons on ViT-B use. Keeping all is not offered:
-            the state would grow with the stream.
+        supports_per_class: Number of supports of each class. The paper chooses from 1, 5, 20, 50, 100 and all on validation
+            data, so there is no default of its own. Later comparisons on ViT-B use 20. It is not possible to keep all,
+            because the state would grow with the stream.
         reference: Behave as the authors' released code: a row of the head starts as a support of the class that the head
-            predicts for it, so that a class may begin without a prototype and score 0. By default each row belongs to its
-            own class, as the paper writes it.
+            predicts for it, so that a class may start without a prototype and score 0. By default each row belongs to its
+            own class, as in the paper.
     """
 
     info = Info(
@@ -50,29 +50,32 @@ class T3A(Method):
         self.entropies: Tensor
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Create an empty bank, and adapt no parameter."""
         shape = (vit.classes, self.supports_per_class)
         like = torch.zeros(0, dtype=vit.precise, device=vit.device)
         self.register_buffer("supports", like.new_zeros(*shape, vit.head.in_features))
-        self.register_buffer("entropies", like.new_full(shape, math.inf))  # infinite where a place is empty
+        self.register_buffer("entropies", like.new_full(shape, math.inf))  # infinite for empty entries
         return []
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Store the features of the batch in the bank, and score the batch with the new prototypes."""
         logits, features = engine.features(images)
         require_finite(logits, features)
         bank = self._bank(engine)
         everybody = engine.ranks.gather(logits)
         used = bank.add(engine.ranks.gather(features), everybody.argmax(-1), entropy(everybody))
-        count = engine.num_classes  # with a subset of the classes, the last places stay empty
+        count = engine.num_classes  # with a subset of the classes, the last rows stay empty
         self.supports[:count] = bank.supports
         self.entropies[:count] = bank.entropies
         return Step(bank.score(features), used=used)
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
+        """Return the scores with the current prototypes."""
         return self._bank(engine).score(engine.features(images)[1])
 
     @torch.no_grad()
     def _bank(self, engine: Engine) -> Bank:
-        """A copy of the bank as it is now."""
+        """Return a copy of the current bank; an empty one is filled with the rows of the head."""
         count = engine.num_classes
         bank = Bank(self.supports[:count].clone(), self.entropies[:count].clone())
         if bank.entropies.isinf().all():
@@ -85,14 +88,14 @@ class T3A(Method):
 
 
 class Bank:
-    """Supports (classes, places, width), and their entropies (classes, places), the surest first."""
+    """The supports (classes, entries, width) and their entropies (classes, entries), in order of ascending entropy."""
 
     def __init__(self, supports: Tensor, entropies: Tensor) -> None:
         self.supports = supports
         self.entropies = entropies
 
     def add(self, features: Tensor, labels: Tensor, entropies: Tensor) -> int:
-        """Let features compete for the places of their classes; returns how many got one."""
+        """Store the features of lowest entropy for each class, and return how many of the new ones were stored."""
         places, entered = self.entropies.shape[1], 0
         for label in labels.unique().tolist():
             new = labels == label
@@ -103,6 +106,9 @@ class Bank:
         return entered
 
     def score(self, features: Tensor) -> Tensor:
-        """Features, as long as they are, times prototypes of length 1; an empty place is zero and adds nothing to them."""
+        """Return the products of the features with the prototypes of length 1.
+
+        The features are not normalised. Empty entries are zero and add nothing to a prototype.
+        """
         prototypes = F.normalize(F.normalize(self.supports, dim=-1).sum(1), dim=-1)
         return features.to(prototypes) @ prototypes.T

@@ -21,16 +21,17 @@ from ._losses import require_loss, uncertainty
 class Tent(Method):
     """Minimise the mean prediction entropy of every batch over the affine parameters of all normalisation layers.
 
-    The original adapts BatchNorm; all norms of a ViT is what the later papers call TENT.
+    The original adapts BatchNorm. Later papers use the name TENT for the adaptation of all norms of a ViT.
 
     Args:
         lr: Learning rate; by default 0.001 for a batch of 64, proportional to the batch size.
         momentum: Momentum of SGD.
-        batch_size: Batch size for the default learning rate; by default that of each batch, with reference=True that of the
-            first.
-        loss: What is minimised: "entropy", or "come", the opinion entropy of COME (Zhang et al., ICLR 2025) whose mass of
+        batch_size: Batch size for the default learning rate. By default it is that of each batch, and with reference=True
+            that of the first batch.
+        loss: The loss: "entropy", or "come", the opinion entropy of COME (Zhang et al., ICLR 2025), whose mass of
             uncertainty is the number of classes.
-        reference: As the authors' released code. TENT's has no quirk to reproduce, COME's has a mass of 1000 always.
+        reference: Behave as the authors' released code. That of TENT has no quirk to reproduce. That of COME always has a
+            mass of 1000.
     """
 
     info = Info(paper="Wang et al., ICLR 2021", adapts="all norms", passes=(1, 1))
@@ -57,14 +58,17 @@ class Tent(Method):
         self.reference = reference
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Adapt all norms."""
         self._adapted = parameters_of(vit.norms)
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        """Return SGD over the norms."""
         lr = scaled_lr(self.batch_size or batch_size, self.lr_at_64) if self.lr is None else self.lr
         return torch.optim.SGD(self._adapted, lr=lr, momentum=self.momentum)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Minimise the entropy of all samples of the batch in one update."""
         measure = uncertainty(self.loss, engine, reference=self.reference)
 
         def objective(logits: Tensor) -> tuple[Tensor, Tensor]:

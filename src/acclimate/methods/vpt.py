@@ -18,23 +18,25 @@ from .sar import SAR
 
 @register("vpt")
 class VPT(SAR):
-    """Prompt tokens behind the class token, learned by sharpness-aware minimisation of the entropy of reliable samples.
+    """Learn prompt tokens by sharpness-aware minimisation of the entropy of reliable samples.
 
-    The paper learns prompts from labels, and there is no test-time method of this name: that they are learned with the loss,
-    the filter and the recovery of `SAR` is ours, as are all defaults. Nothing but the prompts changes, and it needs nothing
-    beyond the batch. The unadapted model is not quite the source model, because the prompts do not begin at zero.
+    The prompts follow the class token. The paper learns prompts from labels, and there is no test-time method of this name.
+    The use of the loss, the filter and the recovery of `SAR` is ours, as are all defaults. Only the prompts change, and the
+    method needs only the batch. The unadapted model is not exactly the source model, because the initial prompts are not
+    zero.
 
     Args:
         prompts: Number of prompt tokens. The paper chooses from 1 to 200 on validation data.
-        deep: Every block has prompts of its own, in the place of those before it; otherwise the first one's go through all.
-        lr: Learning rate; by default 0.1 for a batch of 64, proportional to the size of each batch, with reference=True to
-            that of the first.
+        deep: Whether every block has its own prompts, which replace those of the block before. Otherwise the prompts of the
+            first block pass through all blocks.
+        lr: Learning rate; by default 0.1 for a batch of 64, proportional to the size of each batch, or with reference=True
+            to that of the first batch.
         margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
         rho: Radius of the sharpness-aware ascent.
         momentum: Momentum of SGD.
-        recovery: Moving average of the loss below which the initial prompts come back.
-        loss: What is minimised, and compared with the margin: "entropy", or "come", as in `SAR`.
-        reference: With the quirks of SAR's released code, see `SAR`.
+        recovery: Value of the moving average of the loss below which the initial prompts are restored.
+        loss: The loss, which is also compared with the margin: "entropy", or "come", as in `SAR`.
+        reference: Behave as the released code of SAR, with the quirks that `SAR` lists.
     """
 
     info = replace(SAR.info, paper="Jia et al., ECCV 2022", adapts="prompt tokens")
@@ -60,10 +62,12 @@ class VPT(SAR):
         self.deep = deep
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Insert new prompts into the model, and adapt only these."""
         blocks = range(len(vit.blocks) if self.deep else 1)
-        self.tokens = nn.ParameterList(new_prompts(vit, self.prompts, setup.rng) for _ in blocks)  # by block
+        self.tokens = nn.ParameterList(new_prompts(vit, self.prompts, setup.rng) for _ in blocks)  # one per block
         vit.prompt(dict(zip(blocks, self.tokens)))
         return list(self.tokens)
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        """Return SGD over the prompts."""
         return torch.optim.SGD(self.tokens, lr=self.norm_lr(batch_size), momentum=self.momentum)

@@ -16,23 +16,23 @@ from ._siamese import Siamese, divergence
 
 @register("zerosiam")
 class ZeroSiam(Siamese):
-    """Minimise the entropy behind a predictor, and keep that branch aligned with the plain one, which gets no gradient.
+    """Minimise the entropy of a branch with a predictor, and align it with the plain branch, which has no gradient.
 
-    Entropy alone is lowest where everything is one class. Here a linear predictor stands between the features and the
-    head, on one of two branches: a collapse would drive the branches apart, which the alignment, a divergence in both
-    directions, forbids. Predictions come from the plain branch.
+    The entropy alone is lowest when all samples are predicted as one class. Here one of two branches has a linear predictor
+    between the features and the head. A collapse would make the branches different, and the alignment, a divergence in both
+    directions, prevents this. Predictions come from the plain branch.
 
-    It needs nothing beyond the batch; both branches come from one pass.
+    The method needs only the batch. Both branches come from one pass.
 
     Args:
         lr: Learning rate of the norms; by default 0.005 for a batch of 64, proportional to the batch size, and twice that
             for a batch of 1.
-        lr_predictor: Learning rate of the predictor; by default the same.
-        alignment: Weight of the divergence of the branches.
+        lr_predictor: Learning rate of the predictor; its default is the same as that of `lr`.
+        alignment: Weight of the divergence between the branches.
         momentum: Momentum of SGD.
-        batch_size: Batch size for the default learning rates; by default that of each batch, with reference=True that of the
-            first.
-        reference: Accepted by every method; a step of the released code has no quirk to reproduce.
+        batch_size: Batch size for the default learning rates. By default it is that of each batch, and with reference=True
+            that of the first batch.
+        reference: Accepted by every method. A step of the released code has no quirk to reproduce.
     """
 
     info = Info(paper="Chen et al., arXiv 2025", adapts="all norms, and a predictor before the head", passes=(1, 1))
@@ -54,11 +54,14 @@ class ZeroSiam(Siamese):
         self.batch_size = batch_size
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        """Return SGD over norms and predictor."""
         batch_size = self.batch_size or batch_size
         rate = scaled_lr(batch_size, 0.005) * (2 if batch_size == 1 else 1)
         return torch.optim.SGD(self.groups(rate, rate), momentum=self.momentum)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Minimise the entropy and the divergence of the branches in one update."""
+
         def objective(logits: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
             plain, predicted = logits.detach(), self.predicted(features, engine)
             apart = divergence(plain, predicted) + divergence(predicted, plain)

@@ -1,3 +1,3 @@
-"""DDA: the method, and the diffusion model that it alone needs."""
+"""DDA: the method, and the diffusion model that only this method needs."""
 
 from .method import DDA as DDA

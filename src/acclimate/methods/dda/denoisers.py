@@ -19,7 +19,7 @@ HOW = (
 
 
 def open_denoiser(name: str | os.PathLike[str] | None) -> Denoiser:
-    """The denoiser of that name, without gradients of its own."""
+    """Return the denoiser of this name, with parameters that need no gradient."""
     if name is None:
         raise ConfigError(f"DDA needs a diffusion model: give denoiser=, {HOW}.")
     if name == "gaussian":
@@ -28,16 +28,17 @@ def open_denoiser(name: str | os.PathLike[str] | None) -> Denoiser:
 
 
 class Gaussian(nn.Module):
-    """The best possible denoiser for images whose pixels are independent and normally distributed.
+    """The optimal denoiser for images whose pixels are independent and normally distributed.
 
-    That is no model of real images: it pulls every pixel towards a grey. But all about it is known in closed form.
+    It is not a model of real images: it moves every pixel towards the mean. But all of its properties are known in closed
+    form.
 
     Args:
-        mean: Of the pixels, which are from -1 to 1.
-        std: Of the pixels.
+        mean: Mean of the pixels, which are from -1 to 1.
+        std: Standard deviation of the pixels.
     """
 
-    size = channels = None  # it takes any
+    size = channels = None  # it takes images of any size and number of channels
 
     def __init__(self, mean: float = 0.0, std: float = 0.5) -> None:
         super().__init__()
@@ -45,5 +46,6 @@ class Gaussian(nn.Module):
         self.kept = torch.tensor(Schedule().kept)
 
     def forward(self, x: Tensor, steps: Tensor) -> Tensor:
+        """Return the expected noise in the images."""
         kept = self.kept.to(x)[steps][:, None, None, None]
         return (1 - kept).sqrt() * (x - kept.sqrt() * self.mean) / (kept * self.std**2 + 1 - kept)

@@ -21,50 +21,52 @@ from .folder import PairedDomain
 from .process import Denoiser, regenerated, resized
 
 ENSEMBLES = ("sum", "entropy", "confidence", "none")
-PIXELS_AT_ONCE = 4 * 256**2  # in a pass of the denoiser; the authors take four images at a time
-ZOOM = 256 / 224  # of what the authors' classifier sees: resized to 256, the central 224 cut out
+PIXELS_AT_ONCE = 4 * 256**2  # pixels in a pass of the denoiser; the authors pass four images at a time
+ZOOM = 256 / 224  # the authors' classifier takes the central 224 pixels of an image that was resized to 256
 
 
 @register("dda")
 class DDA(Method):
-    """Change the images, not the model: a diffusion model of the source domain makes each image look like its own.
+    """Change the images and not the model: a diffusion model of the source domain regenerates each image.
 
-    An image gets the noise of `start` steps, which hides a corruption; then the diffusion model takes the noise away step by
-    step, while the low frequencies of what it sees are drawn to those of the image, so that its content stays. The
-    predictions for the image and for the generated one are averaged. Nothing is learned, no image sees another one, and the
-    stream's order and batches do not matter. A frozen call draws the noise that the next step would draw, and leaves it.
+    An image gets the noise of `start` steps, which hides a corruption. Then the diffusion model removes the noise step by
+    step. At each step the low frequencies of the denoised image are moved towards those of the original image, so that its
+    content stays. The predictions for the original and the generated image are averaged. Nothing is learned, and every image
+    is processed on its own, so the order of the stream and its batches do not matter. A frozen call uses the noise that the
+    next step would draw, and does not advance the generator.
 
-    Needs a diffusion model of the source domain, and the model's normalisation (`adapt(..., mean=, std=)`). An image costs
-    `start` forward and backward passes of the diffusion model. To give one that is not in a file, subclass:
+    The method needs a diffusion model of the source domain, and the normalisation of the model (`adapt(..., mean=, std=)`).
+    An image costs `start` forward and backward passes of the diffusion model. To use a diffusion model that is not in a
+    file, write a subclass:
 
         @acclimate.register("my-dda")
         class MyDDA(DDA):
             def open_denoiser(self):
                 return net  # an nn.Module as acclimate.methods.dda.process.Denoiser describes it
 
-    The denoiser is no part of a state file, which only names it. Its passes follow `precision` and, if given, `micro_batch`.
-    Images that were generated before (`acclimate dda`) cost nothing more: see `generated`.
+    The denoiser is not part of a state file, which has only its name. Its passes follow `precision` and, if given,
+    `micro_batch`. Images that were generated before (`acclimate dda`) need no pass of the diffusion model: see `generated`.
 
-    Ours is how the low-pass filter and resizing treat the borders of an image (as torch does), that the guidance looks at
-    the denoiser's image after it was limited to -1 ... 1, and that the result is not rounded to 8 bits before it is
-    classified. The network of the paper's weights was written anew, and has not been run with the real file.
+    Ours: how the low-pass filter and the resizing treat the borders of an image (as torch does), that the guidance uses the
+    denoised image after it was limited to -1 ... 1, and that the result is not rounded to 8 bits before it is classified.
+    The network for the weights of the paper was written anew, and has not been run with the real file.
 
     Args:
         denoiser: The diffusion model: a file of weights ("256x256_diffusion_uncond.pt", which is the paper's; or
-            *.safetensors), "bundled" for images like the bundled ones (tiny; it knows the first 600 of the 1000 steps), or
-            "gaussian", a formula for tests. Images are resized to its size and back.
-        generated: A folder that `acclimate dda` wrote; then no denoiser is opened. The bench shows each image together with
-            what was generated of it; batches of your own have to be so, (batch, 2, channels, height, width).
-        steps: Steps to which the schedule of 1000 is thinned out.
-        start: Steps of noise that an image gets, of these.
-        factor: By how much the low-pass filter shrinks an image, and enlarges it again.
+            *.safetensors), "bundled" for images like the bundled ones (tiny; it is trained for the first 600 of the 1000
+            steps), or "gaussian", a formula for tests. Images are resized to the size of the denoiser and back.
+        generated: A folder that `acclimate dda` wrote. Then no denoiser is opened. The bench passes each image together with
+            its generated image; your own batches need the same shape, (batch, 2, channels, height, width).
+        steps: Number of steps, evenly spaced in the schedule of 1000.
+        start: Number of these steps whose noise an image gets.
+        factor: Factor by which the low-pass filter reduces an image before it enlarges it again.
         scale: Strength of the guidance.
-        ensemble: "sum" averages the two predictions; "entropy" takes the one of lower entropy, "confidence" that with the
-            higher largest probability; "none" takes that for the generated image.
+        ensemble: "sum" averages the two predictions; "entropy" takes the one of lower entropy; "confidence" takes the one
+            with the higher largest probability; "none" takes that for the generated image.
         reference: Behave as the authors' released code: the guidance is the gradient of one distance between batches, so
-            that it becomes weaker for each image the larger the batch is (by default each image has a distance of its own,
-            which is the same at a batch of 1); noise is added once more often than it is taken away; and the classifier
-            sees the central 7/8 of both images, enlarged.
+            that it is weaker for each image in a larger batch (by default each image has its own distance, which is the same
+            for a batch of 1); noise is added one time more than it is removed; and the classifier gets the central 7/8 of
+            both images, enlarged.
     """
 
     info = Info(
@@ -112,23 +114,25 @@ class DDA(Method):
         self.reference = reference
 
     def open_denoiser(self) -> Denoiser:
-        """The diffusion model."""
+        """Return the diffusion model."""
         return open_denoiser(self.denoiser)
 
     def present(self, domain: Domain) -> Domain:
-        """Return a domain as the bench shows it to this method: with the generated image beside each original."""
+        """Return a domain as the bench passes it to this method: with the generated image beside each original."""
         return domain if self.generated is None else PairedDomain(domain, self.generated)
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Open the diffusion model, and adapt no parameter."""
         if self.generated is not None:
             return []
         denoiser = self.open_denoiser()
         if denoiser.channels not in (None, vit.channels):
             raise ConfigError(f"The denoiser's images have {denoiser.channels} channels, the model's {vit.channels}.")
-        self._held = (denoiser,)  # in a tuple it does not become a part of the state
+        self._held = (denoiser,)  # a module in a tuple is not part of the state
         return []
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Generate an image for each image of the batch, and combine the predictions of both."""
         if self.generated is not None:
             return Step(self._together(images, engine))
         rng = _copy(engine.rng)
@@ -139,11 +143,13 @@ class DDA(Method):
         return Step(logits)
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
+        """Predict as the next step would, without advancing the random generator."""
         if self.generated is not None:
             return self._together(images, engine)
         return self._logits(images, _drawn(len(images), _copy(engine.rng)), engine, lambda rows: rows)
 
     def _logits(self, images: Tensor, seeds: Sequence[int], engine: Engine, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the combined logits of images and the images that are generated from them with these seeds."""
         generated = self.generate(engine.to_pixels(images), seeds, engine, gather)
         size = images.shape[-2:]
         if self.reference:
@@ -153,14 +159,17 @@ class DDA(Method):
         return combined(self.ensemble, engine.predict(images), engine.predict(generated))
 
     def _together(self, pairs: Tensor, engine: Engine) -> Tensor:
-        """Logits of images that come with what was generated of them."""
+        """Return the combined logits of images that come with their generated images."""
         if self.reference:
             shape = pairs.shape
             pairs = engine.from_pixels(_zoomed(engine.to_pixels(pairs.flatten(0, 1)), shape[-2:])).view(shape)
         return combined(self.ensemble, *map(engine.predict, pairs.unbind(1)))
 
     def generate(self, pixels: Tensor, seeds: Sequence[int], engine: Engine, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """Images of the source domain in the place of these, of the denoiser's size; all are from 0 to 1."""
+        """Return the generated images of the source domain, at the size of the denoiser.
+
+        Pixels are from 0 to 1, both in the input and in the output.
+        """
         (denoiser,) = self._held
         if isinstance(denoiser, nn.Module):
             denoiser.to(pixels.device)
@@ -189,7 +198,7 @@ class DDA(Method):
 
 
 def combined(ensemble: str, original: Tensor, generated: Tensor) -> Tensor:
-    """Logarithms of the probabilities that two predictions make together."""
+    """Return the logarithms of the probabilities that result from the ensemble of two predictions."""
     one, other = original.log_softmax(-1), generated.log_softmax(-1)
     if ensemble == "sum":
         return torch.logaddexp(one, other) - math.log(2)
@@ -200,19 +209,19 @@ def combined(ensemble: str, original: Tensor, generated: Tensor) -> Tensor:
 
 
 def _zoomed(pixels: Tensor, size: Sequence[int]) -> Tensor:
-    """The central part, at the size that the model takes."""
+    """Return the central part of the images, enlarged to the size that the model takes."""
     height, width = (round(side * ZOOM) for side in size)
     top, left = round((height - size[0]) / 2), round((width - size[1]) / 2)
     return resized(pixels, (height, width))[..., top : top + size[0], left : left + size[1]]
 
 
 def _copy(rng: torch.Generator) -> torch.Generator:
-    """With the same numbers to come."""
+    """Return a copy of the generator, in the same state."""
     twin = torch.Generator()
     twin.set_state(rng.get_state())
     return twin
 
 
 def _drawn(count: int, rng: torch.Generator) -> list[int]:
-    """A seed for each image of a batch, whatever the others are."""
+    """Draw one seed for each image of a batch, one after another."""
     return [int(torch.randint(2**62, (), generator=rng)) for _ in range(count)]

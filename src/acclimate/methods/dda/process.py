@@ -1,7 +1,7 @@
-"""The diffusion process: noise is added to an image step by step, and taken away again with the help of a denoiser.
+"""The diffusion process: noise is added to an image step by step, and removed again with the help of a denoiser.
 
-Images are from -1 to 1, (batch, channels, height, width). Equations are those of Ho et al. (NeurIPS 2020), the variance
-between two bounds that of Nichol and Dhariwal (ICML 2021), guidance that of Gao et al. (CVPR 2023).
+Images are from -1 to 1, (batch, channels, height, width). The equations are those of Ho et al. (NeurIPS 2020), the variance
+between two bounds is that of Nichol and Dhariwal (ICML 2021), and the guidance is that of Gao et al. (CVPR 2023).
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ from torch import Tensor
 
 from ...errors import ConfigError, require_whole
 
-STEPS, FIRST_BETA, LAST_BETA = 1000, 1e-4, 0.02  # of the process that denoisers are trained for
+STEPS, FIRST_BETA, LAST_BETA = 1000, 1e-4, 0.02  # the process that denoisers are trained for
 
 
 class Denoiser(Protocol):
-    """What predicts the noise in images, such as an `nn.Module` with these two attributes.
+    """A network that predicts the noise in images, such as an `nn.Module` with these two attributes.
 
-    It gets noisy images and their steps, whole numbers from 0 to 999, (batch,), in the linear schedule of 1000 steps. It
-    returns the noise; or twice the channels, of which the second half says, from -1 to 1, where the logarithm of the
-    variance lies between its two bounds. It has to treat each image on its own.
+    It takes noisy images and their steps, integers from 0 to 999, (batch,), in the linear schedule of 1000 steps. It returns
+    the noise, or twice the number of channels. In the latter case the second half gives, from -1 to 1, the position of the
+    logarithm of the variance between its two bounds. It has to process each image on its own.
     """
 
     @property
     def size(self) -> int | None:
-        """Side of the square images that it takes; None for any."""
+        """The side of the square images that it takes; None for any."""
 
     @property
     def channels(self) -> int | None:
-        """Of the images; None for any."""
+        """The number of channels of the images; None for any."""
 
-    def __call__(self, x: Tensor, steps: Tensor, /) -> Tensor: ...
+    def __call__(self, x: Tensor, steps: Tensor, /) -> Tensor:
+        """Return the noise in the images, or the noise and the position of the variance between its bounds."""
 
 
 Denoise = Callable[[Tensor, Tensor], Tensor]
-"""A denoiser's call alone."""
+"""The call of a denoiser: from noisy images and their steps to the noise."""
 
 
 class Schedule:
-    """Some of the steps of the linear schedule, evenly spaced, as a process of its own.
+    """A subset of the steps of the linear schedule, evenly spaced, as a process of its own.
 
     Args:
-        count: How many of the 1000.
+        count: The number of steps, of the 1000.
     """
 
     def __init__(self, count: int = STEPS) -> None:
@@ -54,36 +55,40 @@ class Schedule:
         if count > STEPS:
             raise ConfigError(f"steps={count}: the schedule has {STEPS}, give at most so many.")
         stride = (STEPS - 1) / (count - 1) if count > 1 else 0.0
-        self.steps = [round(i * stride) for i in range(count)]  # what the denoiser is told
+        self.steps = [round(i * stride) for i in range(count)]  # numbers of the steps for the denoiser
         every = (1 - torch.linspace(FIRST_BETA, LAST_BETA, STEPS, dtype=torch.float64)).cumprod(0)
         kept = every[self.steps]
         before = torch.cat([kept.new_ones(1), kept[:-1]])
         betas = 1 - kept / before
-        self.kept: list[float] = kept.tolist()  # the share of the image's variance that is left after step i
+        self.kept: list[float] = kept.tolist()  # share of the variance of the image that is left after step i
         self._before: list[float] = before.tolist()
         self.betas: list[float] = betas.tolist()
-        self.variances: list[float] = ((1 - before) / (1 - kept) * betas).tolist()  # of the step back, given the image
+        # The variances of the steps back, given the image.
+        self.variances: list[float] = ((1 - before) / (1 - kept) * betas).tolist()
 
     def __len__(self) -> int:
         return len(self.steps)
 
     def noised(self, image: Tensor, i: int, noise: Tensor) -> Tensor:
-        """The image after step i."""
+        """Return the noisy image after step i: sqrt(kept) image + sqrt(1 - kept) noise."""
         return math.sqrt(self.kept[i]) * image + math.sqrt(1 - self.kept[i]) * noise
 
     def image(self, x: Tensor, i: int, noise: Tensor) -> Tensor:
-        """The inverse."""
+        """Return the image, given the noisy image after step i and its noise; this is the inverse of `noised`."""
         return (x - math.sqrt(1 - self.kept[i]) * noise) / math.sqrt(self.kept[i])
 
     def mean_before(self, x: Tensor, i: int, image: Tensor) -> Tensor:
-        """Mean of what was before step i, given what is after it, and the image."""
+        """Return the mean of the sample before step i, given the sample after it and the image."""
         kept, before, beta = self.kept[i], self._before[i], self.betas[i]
         return (math.sqrt(before) * beta * image + math.sqrt(1 - beta) * (1 - before) * x) / (1 - kept)
 
     def deviation(self, i: int, fraction: Tensor | None) -> Tensor | float:
-        """Standard deviation of the same; a learned one is that `fraction`, from -1 to 1, between two bounds."""
+        """Return the standard deviation of the sample before step i.
+
+        A learned one is given by `fraction`: its position between two bounds, from -1 to 1.
+        """
         if i == 0:
-            return 0.0  # what the last step gives is the image
+            return 0.0  # the last step gives the image
         if fraction is None:
             return math.sqrt(self.variances[i])
         low, high = math.log(self.variances[i]), math.log(self.betas[i])
@@ -91,38 +96,40 @@ class Schedule:
 
 
 def low_pass(images: Tensor, factor: int) -> Tensor:
-    """Bicubic to so many times less in both directions, and back."""
+    """Reduce images by a factor in both directions, and enlarge them again, by bicubic interpolation."""
     size = images.shape[-2:]
     small = [math.ceil(side / factor) for side in size]
     return resized(resized(images, small), size)
 
 
 def resized(images: Tensor, size: Sequence[int]) -> Tensor:
-    """Bicubic, filtered where it becomes smaller."""
+    """Resize images by bicubic interpolation, with antialiasing when they become smaller."""
     if tuple(images.shape[-2:]) == tuple(size):
         return images
     return F.interpolate(images, list(size), mode="bicubic", antialias=True)
 
 
 class _Moved(NamedTuple):
-    sample: Tensor  # what was before the step
-    gradient: Tensor  # of half the squared distance between the low-pass images
-    square: Tensor  # that squared distance, (batch, 1)
+    """The result of a step back."""
+
+    sample: Tensor  # sample before the step
+    gradient: Tensor  # gradient of half the squared distance between the low-pass images
+    square: Tensor  # the squared distance, (batch, 1)
 
 
 def step_back(
     denoiser: Denoise, schedule: Schedule, x: Tensor, i: int, noise: Tensor, towards: Tensor, factor: int
 ) -> _Moved:
-    """Sample what was before step i, and find which way the image in x becomes more like another one.
+    """Sample the images before step i, and compute the gradient of their distance from low-pass images.
 
     Args:
-        denoiser: Predicts the noise.
+        denoiser: The denoiser, which predicts the noise.
         schedule: The process.
         x: Images after step i.
         i: The step.
-        noise: Standard normal.
-        towards: Low-pass images.
-        factor: Of the low-pass filter.
+        noise: Standard normal noise.
+        towards: The low-pass images towards which the guidance moves.
+        factor: The factor of the low-pass filter.
     """
     with torch.enable_grad():
         x = x.detach().requires_grad_()
@@ -145,6 +152,7 @@ Each = Callable[[Callable[..., tuple[Tensor, ...]], tuple[Tensor, ...]], tuple[T
 
 
 def at_once(work: Callable[..., tuple[Tensor, ...]], batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Apply the work to the whole batch."""
     return work(*batch)
 
 
@@ -162,23 +170,23 @@ def regenerated(
     each: Each = at_once,
     gather: Callable[[Tensor], Tensor] = lambda rows: rows,
 ) -> Tensor:
-    """DDA's images: noise is added to the given ones and taken away again, towards their low frequencies.
+    """Generate the images of DDA: add noise to images, and remove it again with guidance by their low frequencies.
 
-    After every step back the sample moves against the gradient of the distance between the low-pass image that the
-    denoiser sees in the noise and the given one.
+    After every step back the sample moves against the gradient of a distance: that between the low-pass versions of the
+    denoised image and of the given image.
 
     Args:
-        denoiser: Predicts the noise.
-        images: From -1 to 1, of the size that the denoiser takes.
-        seeds: Of the noise, one for each image: it does not depend on the others.
-        steps: Of the 1000, evenly spaced.
-        start: Steps of noise.
-        factor: Of the low-pass filter.
-        scale: Of the guidance.
-        reference: As the authors' code: the distance is that of the whole batch, so that the guidance of an image becomes
-            weaker the more there are; and noise is added once more often than it is taken away.
-        each: Applies work to parts of the batch, and puts its results together.
-        gather: From the rows of this process's images to those of the whole batch.
+        denoiser: The denoiser, which predicts the noise.
+        images: Images from -1 to 1, of the size that the denoiser takes.
+        seeds: Seeds of the noise, one for each image, so that it does not depend on the other images.
+        steps: Number of steps, evenly spaced in the 1000.
+        start: Number of steps of noise.
+        factor: Factor of the low-pass filter.
+        scale: Strength of the guidance.
+        reference: Behave as the authors' code: the distance is that of the whole batch, so that the guidance of an image is
+            weaker in a larger batch; and noise is added one time more than it is removed.
+        each: A function that applies work to parts of the batch, and concatenates its results.
+        gather: A function from the rows of the images of this process to those of the whole batch.
     """
     schedule = Schedule(steps)
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -195,7 +203,8 @@ def regenerated(
             return step_back(denoiser, schedule, part[0], i, part[1], part[2], factor)
 
         batch = (x, noise(), towards)
-        # the gradient of a length is that of half its square, divided by it: a batch's length needs only one number of all
+        # The gradient of a length is that of half its square, divided by the length. So the length over a whole batch
+        # needs only one number from each image.
         x, gradient, square = each(work, batch) if len(x) else (x, x, x.new_zeros(0, 1))
         if reference:
             square = gather(square).sum()[None, None]

@@ -1,10 +1,11 @@
-"""ADM's U-Net (Dhariwal and Nichol, NeurIPS 2021), which predicts the noise in an image, and its weights in files.
+"""The U-Net of ADM (Dhariwal and Nichol, NeurIPS 2021), which predicts the noise in an image, and files of its weights.
 
-Residual blocks whose second norm is scaled and shifted by the step, residual blocks that halve or double the resolution, and
-attention over the coarse maps. The parameters are named as in the weights that the paper's authors published, so that
-`256x256_diffusion_uncond.pt` should be readable as it is. That was written from knowledge of the network, and never tried
-with the real file: the tests hold names and shapes against that knowledge, not against the file. If one differs, reading
-fails and names it; what has no parameters (the order of heads, the embedding of a step) could differ without an error.
+It has residual blocks whose second norm is scaled and shifted depending on the step, residual blocks that halve or double
+the resolution, and attention over the coarse maps. The parameters have the names of the weights that the authors of the
+paper published, so that `256x256_diffusion_uncond.pt` should be readable as it is. The code was written from knowledge of
+the network, and was never tried with the real file: the tests compare names and shapes with that knowledge, not with the
+file. If a name or shape differs, reading fails with an error that names it. Parts without parameters (the order of heads,
+the embedding of a step) could differ without an error.
 """
 
 from __future__ import annotations
@@ -26,25 +27,25 @@ from torch import Tensor, nn
 from ...core.files import write_whole
 from ...errors import ConfigError, StateError, require_whole
 
-ARCHITECTURE = "architecture"  # the key of a safetensors file's header
+ARCHITECTURE = "architecture"  # the key in the header of a safetensors file
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What decides the shape of a U-Net; the defaults are those of `256x256_diffusion_uncond.pt`."""
+    """The sizes of a U-Net; the defaults are those of `256x256_diffusion_uncond.pt`."""
 
-    size: int = 256  # of the square images
+    size: int = 256  # side of the square images
     channels: int = 3
     width: int = 256  # channels of the finest maps
-    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4, 4)  # of the width, one for each resolution
+    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4, 4)  # multiples of the width, one for each resolution
     blocks: int = 2  # residual blocks per resolution, and one more on the way up
-    attention: tuple[int, ...] = (32, 16, 8)  # sides of the maps that have it
+    attention: tuple[int, ...] = (32, 16, 8)  # sides of the maps that have attention
     head_width: int = 64
-    groups: int = 32  # of a norm
+    groups: int = 32  # groups of a norm
     learned_variance: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("multipliers", "attention"):  # JSON makes lists of them
+        for name in ("multipliers", "attention"):  # JSON has lists instead of tuples
             object.__setattr__(self, name, tuple(getattr(self, name)))
         whole = ("size", "channels", "width", "blocks", "head_width", "groups")
         require_whole(1, **{name: getattr(self, name) for name in whole})
@@ -61,10 +62,10 @@ class Architecture:
 
 
 class UNet(nn.Module):
-    """Noisy images from -1 to 1, (batch, channels, size, size), and their steps, (batch,), to the noise in them.
+    """A network from noisy images, (batch, channels, size, size), and their steps, (batch,), to the noise in the images.
 
-    With `learned_variance` there are twice the channels: the second half says, from -1 to 1, how large the variance of a
-    step is between the two that bound it.
+    Pixels are from -1 to 1. With `learned_variance` there are twice the channels. The second half gives, from -1 to 1, the
+    position of the variance of a step between its two bounds.
     """
 
     def __init__(self, architecture: Architecture) -> None:
@@ -82,7 +83,7 @@ class UNet(nn.Module):
 
         wide, side = a.width * a.multipliers[0], a.size
         self.input_blocks = nn.ModuleList([_Stage([_convolution(a.channels, wide)])])
-        kept = [wide]  # channels of the maps that the way up sees again
+        kept = [wide]  # channels of the maps that the way up reads again
         for level, multiplier in enumerate(a.multipliers):
             if level:
                 side //= 2
@@ -107,6 +108,7 @@ class UNet(nn.Module):
         self.out = nn.Sequential(nn.GroupNorm(a.groups, wide), nn.SiLU(), last)
 
     def forward(self, x: Tensor, steps: Tensor) -> Tensor:
+        """Return the noise in the images."""
         emb = self.time_embed(embedding(steps, self.architecture.width).to(x.dtype))
         maps = []
         for stage in self.input_blocks:
@@ -119,7 +121,7 @@ class UNet(nn.Module):
 
 
 def embedding(steps: Tensor, width: int) -> Tensor:
-    """Cosines and sines of the steps, at wave lengths from 2 pi to 10000 times that."""
+    """Return cosines and sines of the steps, at wave lengths from 2 pi to 10000 times that."""
     half = width // 2
     rates = torch.exp(-math.log(10000) / half * torch.arange(half, device=steps.device, dtype=torch.float32))
     angles = steps[:, None].float() * rates
@@ -127,7 +129,7 @@ def embedding(steps: Tensor, width: int) -> Tensor:
 
 
 class _Stage(nn.ModuleList):
-    """Layers in turn, of which the residual ones are told the step."""
+    """A sequence of layers, of which the residual ones also take the embedding of the step."""
 
     def forward(self, x: Tensor, emb: Tensor) -> Tensor:
         for layer in self:
@@ -136,12 +138,14 @@ class _Stage(nn.ModuleList):
 
 
 class _Residual(nn.Module):
+    """A residual block that may halve or double the resolution."""
+
     def __init__(self, wide_in: int, wide_out: int, embedded: int, groups: int, resize: str) -> None:
         super().__init__()
         self.resize = resize
         self.in_layers = nn.Sequential(nn.GroupNorm(groups, wide_in), nn.SiLU(), _convolution(wide_in, wide_out))
         self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(embedded, 2 * wide_out))
-        # the third place is that of a dropout, which sampling does without
+        # the third layer is a dropout in training; sampling does not need it
         self.out_layers = nn.Sequential(
             nn.GroupNorm(groups, wide_out), nn.SiLU(), nn.Identity(), _zero(_convolution(wide_out, wide_out))
         )
@@ -161,7 +165,10 @@ class _Residual(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Among all places of a map; the projection holds queries, keys and values of one head after those of another."""
+    """Self-attention over all positions of a map.
+
+    The projection has queries, keys and values of each head together, one head after another.
+    """
 
     def __init__(self, wide: int, head_width: int, groups: int) -> None:
         super().__init__()
@@ -182,7 +189,7 @@ def _convolution(wide_in: int, wide_out: int) -> nn.Conv2d:
 
 
 def _zero(layer: nn.Module) -> nn.Module:
-    """A layer that begins by adding nothing."""
+    """Set the parameters of a layer to zero, so that its initial output is zero, and return the layer."""
     for p in layer.parameters():
         nn.init.zeros_(p)
     return layer
@@ -192,26 +199,27 @@ def _zero(layer: nn.Module) -> nn.Module:
 
 
 def write(path: str | os.PathLike[str], unet: UNet, about: Mapping[str, str]) -> None:
-    """A safetensors file of the weights, in half precision, and of what shape they are."""
+    """Write the weights in half precision, and the architecture, to a safetensors file."""
     weights = {name: p.detach().half().contiguous() for name, p in unet.state_dict().items()}
     write_whole(Path(path), save(weights, {ARCHITECTURE: json.dumps(asdict(unet.architecture)), **about}))
 
 
 def read(path: str | os.PathLike[str]) -> UNet:
-    """A U-Net from a file: *.safetensors as `write` makes it, or *.pt with a state dict of the default architecture.
+    """Read a U-Net from a file: *.safetensors from `write`, or *.pt with a state dict of the default architecture.
 
     Raises:
-        StateError: the file is damaged, or its parameters are not those of the architecture; the first one is named.
+        StateError: The file is damaged, or its parameters are not those of the architecture; the message names the first
+            one.
     """
     weights, architecture = _safetensors(path) if Path(path).suffix == ".safetensors" else (_pickled(path), Architecture())
-    with torch.device("meta"):  # half a billion parameters need not be drawn at random first
+    with torch.device("meta"):  # avoids the random initialisation of half a billion parameters
         unet = UNet(architecture)
     fill(unet, weights, path)
     return unet.eval()
 
 
 def fill(unet: UNet, weights: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
-    """Give the network these weights, in single precision; on any error it is as before."""
+    """Set the weights of the network, in single precision; on an error the network does not change."""
     for problem in _problems(unet.state_dict(), weights):
         raise StateError(f"{path} does not hold the weights of this U-Net ({unet.architecture}): {problem}.")
     unet.load_state_dict({name: weights[name].float() for name in unet.state_dict()}, assign=True)
@@ -231,7 +239,7 @@ def _pickled(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise StateError(f"There is no file {path}.") from None
-    except Exception as error:  # a damaged file makes torch raise errors of many kinds
+    except Exception as error:  # torch raises errors of many types for a damaged file
         raise StateError(f"{path} cannot be read as a state dict ({error}).") from error
     if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise StateError(f"{path} is not a state dict: names of parameters, and tensors.")

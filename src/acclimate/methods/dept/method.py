@@ -25,52 +25,54 @@ from .network import PROMPTS, Prompted, Regulariser, Sizes, followed, sharpened
 
 @register("dept-g")
 class DePT(Method):
-    """Tune prompts that were trained on the source, by refined pseudo labels, in step with an averaged teacher.
+    """Tune prompts that were trained on the source, by refined pseudo labels and agreement with an averaged teacher.
 
-    The blocks are divided into stages, and in each stage so many learned tokens are in the sequence. A weakly augmented view
-    gets a label: the vote of its nearest neighbours in a bank of features and predictions. The student's strong view learns
-    that label and is to agree with the teacher's view: by the DINO outputs of the class token, and of the prompts of every
-    stage. The mean prediction is to be diverse, and so are the prompts. Prompts, classifier and DINO heads adapt; the rest
-    is frozen. The logits come from after the update. The diversity of a single image is the entropy of its prediction, which
-    is then raised.
+    The blocks are divided into stages, and each stage has its own learned tokens in the sequence. The label of a sample is
+    the vote of the nearest neighbours of its weakly augmented view in a bank of features and predictions. The strong view of
+    the student learns that label. It should also agree with the view of the teacher in the DINO outputs of the class token
+    and of the prompts of every stage. The mean prediction should be diverse, and so should the prompts. Prompts, classifier
+    and DINO heads adapt; all other parameters are frozen. The logits come from after the update. For a single image, the
+    diversity loss raises the entropy of its prediction.
 
-    Prompts, classifier and DINO heads have to be trained on labelled source images first: `acclimate train-prompts` does so
-    once for a model, and `acclimate.adapt(model, "dept-g", source_statistics="prompts.safetensors")` takes them; the state
-    file keeps them. Needs also the model's normalisation, to augment pixels (`adapt(..., mean=, std=)`).
+    Prompts, classifier and DINO heads have to be trained on labelled source images first. `acclimate train-prompts` does
+    this once for a model, and `acclimate.adapt(model, "dept-g", source_statistics="prompts.safetensors")` loads them. They
+    are kept in the state file. The method also needs the normalisation of the model, to augment pixels (`adapt(..., mean=,
+    std=)`).
 
     Args:
         lr: Learning rate, the authors' for VisDA-C.
         momentum: Momentum of SGD.
-        nesterov: Nesterov's momentum.
+        nesterov: Whether to use Nesterov's momentum.
         weight_decay: Weight decay.
-        clip: Length that the gradient of each tensor is clipped to.
-        steps: Updates for each batch, each with new views.
-        teacher_momentum: Share of the teacher that stays at each step.
-        bank: Samples in the bank.
-        neighbours: How many of the bank vote.
-        refine_after: Samples after which they do.
-        dino_weight: Weight of the agreement about the class token.
-        prompt_weight: Weight of the agreement about the prompts.
-        diversity: Weight of the diversity of predictions.
-        prompt_diversity: Weight of the diversity of prompts.
-        student_temperature: Of the student's DINO outputs.
-        teacher_temperature: Of the teacher's.
-        random_prompts: Begin with random prompts and DINO heads, and the model's own classifier. This needs no source data,
-            and is not the paper's method, only in its style.
-        stages: How many. This and the following sizes are those of the trained prompts; where these are random, 4.
-        prompts: Of each stage; 50.
-        hidden: Width of the hidden layer of a DINO head; 2048.
-        bottleneck: Width of its second layer; 256.
-        outputs: How many it has; 2048.
+        clip: Norm to which the gradient of each tensor is clipped.
+        steps: Number of updates for each batch, each with new views.
+        teacher_momentum: Share of the teacher that is kept at each step.
+        bank: Number of samples in the bank.
+        neighbours: Number of nearest neighbours in the bank that vote.
+        refine_after: Number of samples after which the neighbours vote. Before that, the predicted labels are used.
+        dino_weight: Weight of the agreement on the class token.
+        prompt_weight: Weight of the agreement on the prompts.
+        diversity: Weight of the diversity of the predictions.
+        prompt_diversity: Weight of the diversity of the prompts.
+        student_temperature: Temperature of the DINO outputs of the student.
+        teacher_temperature: Temperature of the DINO outputs of the teacher.
+        random_prompts: Whether to start with random prompts and DINO heads, and the classifier of the model. This needs no
+            source data. It is not the method of the paper, but only similar to it.
+        stages: Number of stages. By default this and the following sizes are those of the trained prompts. With random
+            prompts the default is 4.
+        prompts: Number of prompts of each stage. With random prompts the default is 50.
+        hidden: Width of the hidden layer of a DINO head. With random prompts the default is 2048.
+        bottleneck: Width of the second layer of a DINO head. With random prompts the default is 256.
+        outputs: Number of outputs of a DINO head. With random prompts the default is 2048.
         reference: Behave as the released code in one process: the DINO centre follows the sum of a batch, not its mean.
 
     Ours, because the authors' code for streams is not public: one pass with several steps for each batch (their
-    configuration names 4 iterations), a bank of the last samples instead of all, plain labels until it has some, no decay of
-    the learning rate, a weak view that is mirrored alone. Not known, and therefore ours as well: that labels come from the
-    teacher, whose view enters the bank; weight decay and the teacher's temperature, taken from the source phase; that the
-    last stage's DINO head projects the class token, and that prompts are averaged before they are projected; that the
-    vote of the neighbours becomes a hard label; that prompts are to differ within a stage; that the DINO centre starts at 0
-    and keeps 0.9 of itself at each step, as DINO's.
+    configuration names 4 iterations), a bank of the last samples instead of all, predicted labels until the bank has enough
+    samples, no decay of the learning rate, and a weak view that is only mirrored. Not known, and therefore also ours: that
+    labels come from the teacher, whose view is stored in the bank; weight decay and the temperature of the teacher, which
+    are those of the source phase; that the DINO head of the last stage projects the class token, and that prompts are
+    averaged before they are projected; that the vote of the neighbours becomes a hard label; that prompts should differ
+    within a stage; that the DINO centre starts at 0 and keeps 0.9 of itself at each step, as in DINO.
     """
 
     info = Info(
@@ -130,7 +132,7 @@ class DePT(Method):
         require_nesterov(nesterov, momentum)
         sizes = dict(stages=stages, prompts=prompts, hidden=hidden, bottleneck=bottleneck, outputs=outputs)
         self._wanted = {name: size for name, size in sizes.items() if size is not None}
-        Sizes(**self._wanted)  # a wrong one is an error now
+        Sizes(**self._wanted)  # raises an error for an invalid size
         self.lr = lr
         self.momentum = momentum
         self.nesterov = nesterov
@@ -159,6 +161,7 @@ class DePT(Method):
         self.info = replace(self.info, passes=(4 * self.steps + 1, self.steps))
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Insert prompts and classifier into the model, and adapt them together with the DINO heads."""
         self.learned = Prompted(vit, self._sizes(setup), setup.rng)
         if self.info.needs:
             self.learned.load_state_dict(setup.statistics_of(PROMPTS))
@@ -171,7 +174,7 @@ class DePT(Method):
         return self._adapted
 
     def _sizes(self, setup: Setup) -> Sizes:
-        """Return the sizes of the trained prompts, or those that were asked for where the prompts are random."""
+        """Return the sizes of the trained prompts, or the chosen sizes if the prompts are random."""
         if setup.statistics is None or not self.info.needs:
             return Sizes(**self._wanted)
         sizes = Sizes.of(setup.statistics.about)
@@ -183,9 +186,11 @@ class DePT(Method):
         return sizes
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        """Return SGD over prompts, classifier and DINO heads."""
         return torch.optim.SGD(self._adapted, self.lr, self.momentum, weight_decay=self.weight_decay, nesterov=self.nesterov)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
+        """Learn from several sets of views of the batch, and predict with the updated model."""
         for _ in range(self.steps):
             weak, first, second = self.views(images, engine)
             average = self.teacher.ahead(engine.adapted.tensors, self.teacher_momentum)
@@ -201,7 +206,10 @@ class DePT(Method):
         return Step(engine.predict(images), used=used, loss=loss)
 
     def learn(self, images: Tensor, labels: Tensor, token: Tensor, stages: Tensor, engine: Engine) -> tuple[int, float]:
-        """One update by the student's view, given labels and what the teacher makes of its own view: samples, and loss."""
+        """Learn from the view of the student in one update, and return the number of samples and the loss.
+
+        `token` and `stages` are the DINO outputs of the teacher for its own view.
+        """
         log_mean = log_mean_prediction(images, engine)
         target = sharpened(token, self.centre.to(token), self.teacher_temperature)
         regulariser = Regulariser(self.dino_weight, self.prompt_weight, self.prompt_diversity, self.student_temperature)
@@ -221,19 +229,20 @@ class DePT(Method):
         return result.used, result.loss
 
     def embed(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return logits, features, and the DINO outputs of the class token and of the prompts."""
         return self.learned.embed(engine.vit, images, engine.forward_features)
 
     def labels(self, logits: Tensor, features: Tensor) -> Tensor:
-        """Of the weak view."""
+        """Return the pseudo labels, given logits and features of the weak view."""
         return self.memory.labels(logits, features, neighbours=self.neighbours, after=self.refine_after)
 
     def views(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor, Tensor]:
-        """A weak view of each image, and a strong one each for teacher and student."""
+        """Return a weak view of each image, a strong view for the teacher, and a strong view for the student."""
         weak, first, second = views_of_each(images, engine, (mirrored, strong_view, strong_view))
         return weak, first, second
 
 
 def strong_view(image: Tensor, rng: torch.Generator) -> Tensor:
-    """A random part at full size, with other colours, perhaps grey, blurred or mirrored."""
+    """Return a random crop at full size, with random changes of colour, conversion to grey, blur and mirroring."""
     part = resized_crop(image, rng, least=0.2, interpolation=InterpolationMode.BICUBIC)
     return moco_view(part, rng)

@@ -1,4 +1,7 @@
-"""What DePT learns, first on source data (`acclimate train-prompts`) and then on the target, and what keeps it in bounds."""
+"""The networks of DePT and their regulariser.
+
+They are learned first on source data (`acclimate train-prompts`), and then on the target.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +24,14 @@ CENTRE = 0.9  # share of the centre that stays at each step, as in DINO
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of what is learned.
+    """The sizes of the networks.
 
     Args:
-        stages: Into so many stages the blocks are divided.
-        prompts: Tokens of each stage.
+        stages: Number of stages into which the blocks are divided.
+        prompts: Number of tokens of each stage.
         hidden: Width of the hidden layer of a DINO head.
-        bottleneck: Width of its second layer.
-        outputs: How many outputs it has.
+        bottleneck: Width of the second layer of a DINO head.
+        outputs: Number of outputs of a DINO head.
     """
 
     stages: int = 4
@@ -42,14 +45,14 @@ class Sizes:
 
     @classmethod
     def of(cls, about: Mapping[str, Any]) -> Sizes:
-        """From what is written about trained prompts."""
+        """Return the sizes in the description of trained prompts."""
         return cls(**{field.name: int(about[field.name]) for field in fields(cls)})
 
 
 class DinoHead(nn.Module):
-    """DINO's projection, (..., width) to (..., outputs): two layers, then cosines with learned directions.
+    """The projection head of DINO, from (..., width) to (..., outputs): two layers, then cosines with learned directions.
 
-    Cosines are what a last layer with normalised weights of length 1 computes of a normalised bottleneck.
+    The cosines are the output of a last layer with weight vectors of length 1 for a normalised bottleneck.
     """
 
     def __init__(self, width: int, sizes: Sizes, vit: ViT, rng: torch.Generator) -> None:
@@ -66,17 +69,18 @@ class DinoHead(nn.Module):
         self.directions = drawn(sizes.outputs, sizes.bottleneck)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the cosines of the projected input with the learned directions."""
         x = F.linear(F.gelu(F.linear(x.to(self.weight1), self.weight1, self.bias1)), self.weight2, self.bias2)
         return F.linear(F.normalize(x, dim=-1), F.normalize(self.directions, dim=-1))
 
 
 class Prompted(nn.Module):
-    """Prompts of each stage, a classifier that begins as the model's own, and a DINO head for each stage.
+    """The prompts of each stage, a classifier that starts as that of the model, and a DINO head for each stage.
 
     Args:
         vit: The model.
-        sizes: How much of it.
-        rng: Where the initial values are drawn from: prompts after Xavier and Glorot, heads as DINO's.
+        sizes: The sizes of the networks.
+        rng: The generator of the initial values: prompts by the rule of Xavier and Glorot, heads as in DINO.
     """
 
     def __init__(self, vit: ViT, sizes: Sizes, rng: torch.Generator) -> None:
@@ -92,17 +96,17 @@ class Prompted(nn.Module):
         self.dino = nn.ModuleList(DinoHead(vit.width, sizes, vit, rng) for _ in self.starts)
 
     def insert(self, vit: ViT) -> None:
-        """Let the model run with these prompts and this classifier."""
+        """Insert the prompts and the classifier into the model."""
         vit.prompt(dict(zip(self.starts, self.prompts)), read=True)
         vit.exchange_head(self.head)
 
     def embed(
         self, vit: ViT, images: Tensor, forward: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Logits and features of a pass, and what the DINO heads make of the class token and of each stage's prompts.
+        """Return logits and features of a pass, and the DINO outputs of the class token and of the prompts.
 
-        The first is (batch, outputs), by the last stage's head; the second (batch, stages, outputs), each of the mean of a
-        stage's prompts when they leave it.
+        The DINO outputs of the class token, (batch, outputs), are those of the head of the last stage. Those of the prompts,
+        (batch, stages, outputs), are computed from the mean of the prompts of each stage at its end.
         """
         ends = [vit.blocks[start - 1].module for start in (*self.starts[1:], len(vit.blocks))]
         with tap(ends) as seen:
@@ -113,13 +117,13 @@ class Prompted(nn.Module):
 
 @dataclass(frozen=True)
 class Regulariser:
-    """What a student is held to beside its labels: a teacher's view of the same image, and prompts that differ.
+    """The losses of a student beside that of its labels: agreement with a teacher, and diversity of the prompts.
 
     Args:
-        dino: Weight of the cross-entropy between the student's and the teacher's DINO outputs of the class token.
-        prompt: Weight of the distance between those of the prompts.
-        spread: Weight of the prompts' distance from each other.
-        temperature: Of the student's outputs.
+        dino: Weight of the cross entropy between the DINO outputs of student and teacher for the class token.
+        prompt: Weight of the distance between the DINO outputs of student and teacher for the prompts.
+        spread: Weight of the distance of the prompts from each other.
+        temperature: Temperature of the outputs of the student.
     """
 
     dino: float
@@ -130,30 +134,36 @@ class Regulariser:
     def __call__(
         self, token: Tensor, stages: Tensor, target: Tensor, stage_target: Tensor, prompts: Sequence[Tensor]
     ) -> Tensor:
-        """Of each sample; `target` and `stage_target` are the teacher's, the first sharpened."""
+        """Return the loss of each sample.
+
+        `target` and `stage_target` are outputs of the teacher; the first is sharpened.
+        """
         loss = -self.dino * (target * (token / self.temperature).log_softmax(-1)).sum(-1)
         loss = loss + self.prompt * stage_distance(stages, stage_target)
         return loss - self.spread * torch.stack([mean_distance(p) for p in prompts]).mean()
 
 
 def sharpened(outputs: Tensor, centre: Tensor, temperature: float) -> Tensor:
-    """A teacher's outputs as probabilities, none of which is always the largest."""
+    """Return the outputs of a teacher as probabilities, softmax((outputs - centre) / temperature).
+
+    The centre prevents that one output is always the largest.
+    """
     return ((outputs - centre) / temperature).softmax(-1)
 
 
 def followed(centre: Tensor, outputs: Tensor) -> Tensor:
-    """The centre of a teacher's outputs after those of one more batch."""
+    """Return the centre of the outputs of a teacher, updated with those of one more batch."""
     return CENTRE * centre + (1 - CENTRE) * outputs.to(centre)
 
 
 def stage_distance(stages: Tensor, others: Tensor) -> Tensor:
-    """Cosine distance of each stage, later ones counting more: by e to the power of their number."""
+    """Return the weighted cosine distance over the stages, where stage i has a weight proportional to e^i."""
     weights = torch.arange(stages.shape[1], device=stages.device, dtype=stages.dtype).softmax(0)
     return ((1 - F.cosine_similarity(stages, others, dim=-1)) * weights).sum(-1)
 
 
 def mean_distance(prompts: Tensor) -> Tensor:
-    """Mean cosine distance of two different prompts; 0 if there is one alone."""
+    """Return the mean cosine distance of two different prompts, or 0 if there is only one."""
     count = len(prompts)
     directions = F.normalize(prompts, dim=-1)
     return (count**2 - (directions @ directions.T).sum()) / max(count * (count - 1), 1)
@@ -172,6 +182,7 @@ class TrainedPrompts(Statistic):
 
     @classmethod
     def empty(cls, vit: ViT, about: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return tensors with the names and shapes of the trained prompts."""
         return dict(Prompted(vit, Sizes.of(about), torch.Generator()).state_dict())
 
 
@@ -179,5 +190,5 @@ PROMPTS = TrainedPrompts.kind
 
 
 def named_prompts(learned: nn.Module) -> dict[str, Tensor]:
-    """Return what was learned, under the names that source statistics have."""
+    """Return the learned tensors, with the names that they have in source statistics."""
     return {f"{PROMPTS}/{name}": tensor.detach().clone() for name, tensor in learned.state_dict().items()}

@@ -1,15 +1,16 @@
-"""Prompts, classifier and DINO heads that are trained on labelled source images: where DePT-G begins.
+"""Train the prompts, classifier and DINO heads of DePT-G on labelled source images.
 
     data = open_data("folder", root, model)
     train_prompts(model, data.domains[0], data.class_names, "prompts.safetensors")
     model = acclimate.adapt(model, "dept-g", source_statistics="prompts.safetensors")
 
-The losses, the optimizer and its schedule are those of DePT's source phase (Gao et al., 2022). Ours is that the backbone
-stays as it is: the authors train all weights, at a tenth of the learning rate of what is trained here. So the model that
-adapts is the one that other methods begin with, and a file holds what was added to it alone. Ours are also the images'
-flips, and a tenth of every class that is held out, scored after each epoch, and decides nothing.
+The losses, the optimizer and its schedule are those of the source phase of DePT (Gao et al., 2022). Ours: the backbone does
+not change, while the authors train all weights, the backbone at a tenth of the learning rate of the parts that are trained
+here. Therefore the adapted model is the same source model as for other methods, and a file has only the added parts. Also
+ours are the flips of the images, and the held-out tenth of every class, on which the accuracy is measured after each epoch;
+it does not affect the training.
 
-As in `train.py`, a training that was interrupted goes on when it is called again, and ends with the same weights.
+As in `train.py`, an interrupted training is continued by a repetition of the call, and ends with the same weights.
 """
 
 from __future__ import annotations
@@ -50,33 +51,33 @@ from ...training.loop import (
 from .._teacher import Teacher
 from .network import PROMPTS, Prompted, Regulariser, Sizes, followed, named_prompts, sharpened
 
-VERSION = 1  # of the recipe: what the numbers in `PromptRecipe` do not say
+VERSION = 1  # version of the recipe, for changes that are not options of `PromptRecipe`
 FINISHED, UNFINISHED = "trained prompts", "unfinished trained prompts"  # kinds of files
 
 
 @dataclass(frozen=True)
 class PromptRecipe:
-    """How to train prompts. The defaults are the authors' for ImageNet.
+    """The hyperparameters of the training of prompts; the defaults are the authors' for ImageNet.
 
     Args:
-        epochs: Passes over the images.
-        batch_size: Images in a step.
+        epochs: Number of passes over the images.
+        batch_size: Number of images in a step.
         lr: The highest learning rate, at the end of the warm-up.
-        momentum: Of SGD, after Nesterov.
+        momentum: Nesterov's momentum of SGD.
         weight_decay: Weight decay.
-        warmup: Steps in which the learning rate rises; then it falls to zero along a cosine.
-        smoothing: Share of a label's weight that is spread over all classes.
-        dino_weight: Weight of student's and teacher's agreement about the class token.
-        prompt_weight: The same about the prompts.
-        prompt_diversity: Weight of the diversity of prompts.
-        teacher_momentum: Share of the teacher that stays at each step.
-        student_temperature: Of the student's DINO outputs.
-        teacher_temperature: Of the teacher's, after the first epochs.
-        first_temperature: Of the teacher's, in the first epoch.
-        warm_epochs: Epochs in which it rises.
-        area: The smallest share of an image that a random crop keeps; student and teacher see a crop each.
-        stretch: The largest ratio of a crop's sides.
-        held_out: Share of every class that is not trained on; at least one image.
+        warmup: Number of steps in which the learning rate rises. Then it falls to zero along a cosine.
+        smoothing: Share of the weight of a label that is spread over all classes.
+        dino_weight: Weight of the agreement of student and teacher on the class token.
+        prompt_weight: Weight of the agreement of student and teacher on the prompts.
+        prompt_diversity: Weight of the diversity of the prompts.
+        teacher_momentum: Share of the teacher that is kept at each step.
+        student_temperature: Temperature of the DINO outputs of the student.
+        teacher_temperature: Temperature of the DINO outputs of the teacher, after the first epochs.
+        first_temperature: Temperature of the DINO outputs of the teacher, in the first epoch.
+        warm_epochs: Number of epochs in which the temperature of the teacher rises.
+        area: The smallest share of the area of an image that a random crop keeps. Student and teacher get a crop each.
+        stretch: The largest ratio of the sides of a crop.
+        held_out: Share of every class that is held out; at least one image.
     """
 
     epochs: int = 5
@@ -112,7 +113,7 @@ class PromptRecipe:
         require_between(0, 0.5, held_out=self.held_out)
 
     def temperature(self, epoch: int) -> float:
-        """Of the teacher: it rises from epoch to epoch."""
+        """Return the temperature of the teacher in an epoch, which rises over the first epochs."""
         risen = min(1.0, epoch / max(self.warm_epochs - 1, 1)) if self.warm_epochs > 1 else 1.0
         return self.first_temperature + risen * (self.teacher_temperature - self.first_temperature)
 
@@ -132,20 +133,23 @@ def train_prompts(
     fresh: bool = False,
     console: Console | None = None,
 ) -> SourceStatistics:
-    """Train what DePT-G begins with, or go on with it, and write it to a file. What is finished is not trained again.
+    """Train the prompts of DePT-G, or continue their training, and write them to a file.
+
+    If the training is finished, the file is only read.
 
     Args:
-        model: The source model, not wrapped. It is left as it was.
-        domain: Labelled source images, normalised as the model expects them; a label is a column of the model's head.
-        class_names: By label.
-        out: The file, `*.safetensors`. Until it is finished, a checkpoint is beside it: `*.safetensors.unfinished`.
-        sizes: How many stages and prompts, and how large the DINO heads.
-        recipe: How to train.
-        seed: Of the first values, the images that are held out, their order, and the crops.
-        device: Default: a GPU if there is one.
-        workers: Processes that load images ahead; 0 loads in this one.
-        fresh: Train again, even if it is finished or begun.
-        console: Where progress is shown: a bar on a terminal, elsewhere a line for each epoch.
+        model: The source model, not wrapped. It does not change.
+        domain: Labelled source images, normalised as the model expects them. A label is a column of the head of the model.
+        class_names: The names of the classes, by label.
+        out: The file, `*.safetensors`. Until the training is finished, there is a checkpoint beside it:
+            `*.safetensors.unfinished`.
+        sizes: The numbers of stages and prompts, and the sizes of the DINO heads.
+        recipe: The hyperparameters of the training.
+        seed: Seed of the initial values, the held-out images, the order of the images, and the crops.
+        device: The device to train on; by default a GPU if there is one.
+        workers: Number of processes that load images in advance; 0 loads them in this process.
+        fresh: Whether to start again, even if the training is finished or begun.
+        console: The console that shows progress: a bar on a terminal, otherwise a line for each epoch.
 
     Example:
         >>> train_prompts(model, domain, class_names, "prompts.safetensors")
@@ -190,7 +194,7 @@ def train_prompts(
 
 
 class _PromptTraining(Training):
-    """Of a student's prompts, classifier and DINO heads, with their average for a teacher."""
+    """The training of the prompts, classifier and DINO heads of a student, with their average as the teacher."""
 
     def __init__(self, vit: ViT, sizes: Sizes, recipe: PromptRecipe, seed: int, images: int) -> None:
         rng = torch.Generator().manual_seed(seed)
@@ -209,6 +213,7 @@ class _PromptTraining(Training):
         super().__init__(vit, learned, optimizer, recipe, seed, False)
 
     def step(self, images: Tensor, labels: Tensor, draws: np.random.RandomState, done: float) -> float:
+        """Train on one batch, and return its loss."""
         recipe, engine = self.recipe, self.engine
         self.vit.model.eval()
         for group in self.optimizer.param_groups:
@@ -239,4 +244,5 @@ class _PromptTraining(Training):
         return result.loss
 
     def embed(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return logits, features, and the DINO outputs of the class token and of the prompts."""
         return self.student.embed(self.vit, images, self.engine.forward_features)
