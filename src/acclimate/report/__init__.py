@@ -1,12 +1,12 @@
-"""What people look at: the tables of a terminal, and the page of results.
+"""The output for people: tables on a terminal, and the page of results.
 
-| file | holds |
+| file | contents |
 |---|---|
-| `terminal.py` | the tables of a bench, with what there is to say about them |
-| `page.py` | the page: its summary, its parts in order, its protocol |
-| `accuracy.py` | its table |
-| `progress.py` | its curves: accuracy and health along the stream |
-| `costs.py` | its costs and events |
-| `sheet.py` | what several parts need: rows, columns, ranks, colours |
+| `terminal.py` | the tables of a bench on a terminal, with remarks |
+| `page.py` | the page: its summary, its sections in order, its protocol |
+| `accuracy.py` | the table of accuracies |
+| `progress.py` | the curves of accuracy and health along the stream |
+| `costs.py` | the costs and events |
+| `sheet.py` | the rows, columns, ranks and colours that several sections share |
 | `charts.py`, `html.py` | drawings and markup |
 """

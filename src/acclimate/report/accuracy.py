@@ -17,10 +17,10 @@ DASH, MINUS = "\N{EN DASH}", "\N{MINUS SIGN}"
 
 
 def accuracy_part(sheet: Sheet, paper: PublishedTable | None) -> Iterator[Html]:
-    """Yield the table and what explains it.
+    """Yield the table of accuracies and its explanations.
 
     Args:
-        sheet: What is shown.
+        sheet: The results.
         paper: A published table that was fitted to the grid.
     """
     grid = sheet.grid
@@ -51,6 +51,7 @@ def accuracy_part(sheet: Sheet, paper: PublishedTable | None) -> Iterator[Html]:
 
 
 def _cell(grid: Grid, row: RowKey, column: Column, limit: float) -> Html:
+    """Return the table cell of a row and column, with accuracy, deviation and gain."""
     cell, gain = grid.cell(row, column), grid.gain(row, column)
     if cell is None:
         return _nothing(column)
@@ -68,19 +69,22 @@ def _cell(grid: Grid, row: RowKey, column: Column, limit: float) -> Html:
 
 
 def _nothing(column: Column) -> Html:
+    """Return a table cell without a value."""
     return tag("td", tag("span", DASH, aria_hidden="true"), tag("span", "none", class_="unseen"), class_=_kind(column))
 
 
 def _kind(column: Column) -> str | None:
+    """Return the CSS class of a column."""
     return "summary" if isinstance(column, Summary) else None
 
 
 def _side(gain: Difference | None) -> str | None:
-    """Return on which side of the source model a cell is, if that is more than chance."""
+    """Return "up" or "down" if a gain over the source model is more than chance, and None otherwise."""
     return None if gain is None or not gain.beyond_chance else "up" if gain.points > 0 else "down"
 
 
 def _said(gain: Difference | None) -> str | None:
+    """Return the description of a gain, for the title of its cell."""
     if gain is None:
         return None
     sure = "" if gain.interval is None else ", more than chance" if gain.beyond_chance else ", within chance"
@@ -88,12 +92,15 @@ def _said(gain: Difference | None) -> str | None:
 
 
 def _tint(gain: Difference | None, limit: float) -> str | None:
-    """Return how strong the colour is. It grows with the root of the gain, so that small ones are seen beside a collapse."""
+    """Return the style that sets the strength of the colour of a cell.
+
+    The strength is proportional to the square root of the gain, so that small gains are visible beside a collapse.
+    """
     return f"--tint:{math.sqrt(abs(gain.points) / limit):.2f}" if gain and _side(gain) else None
 
 
 def _scale(gains: Sequence[Difference], limit: float) -> Html:
-    """Return what the tints mean."""
+    """Return the legend of the colours."""
     sides = {_side(gain) for gain in gains} - {None}
     if not sides:
         return Html()
@@ -105,6 +112,7 @@ def _scale(gains: Sequence[Difference], limit: float) -> Html:
 
 
 def _published_rows(sheet: Sheet, paper: PublishedTable) -> dict[str, Html]:
+    """Return the rows of the published table, by method."""
     mark = tag("a", "paper", href="#paper", title="About the paper's rows")
     rows = {}
     for method, published in paper.beside(sheet.grid).items():
@@ -119,7 +127,10 @@ def _published_rows(sheet: Sheet, paper: PublishedTable) -> dict[str, Html]:
 
 
 def _published_notes(grid: Grid, paper: PublishedTable) -> Iterator[str]:
-    """Yield what is different here; what is doubtful there comes with the table."""
+    """Yield sentences about the differences between the published table and this one.
+
+    Doubts about the published table itself are part of that table.
+    """
     if not paper.printed:
         yield "The paper's source has this table, but it was not printed."
     if paper.model != grid.model:

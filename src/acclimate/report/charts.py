@@ -1,4 +1,4 @@
-"""Drawings for a page: lines in small panels, and labelled dots."""
+"""Drawings for the page: lines in small panels, and labelled dots."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from .html import Html, breakable, join, tag
 
-Curve = tuple[Sequence[float], Sequence[float]]  # where, how much
-Marks = Mapping[str, Mapping[str, object]]  # by name, the attributes of whatever stands for it
+Curve = tuple[Sequence[float], Sequence[float]]  # positions, values
+Marks = Mapping[str, Mapping[str, object]]  # by name, the attributes of the elements that represent it
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
-LONGEST = 20  # letters of a dot's label
-AROUND = ((1, 0), (-1, 0), (0, -1), (0, 1), (0.7, -0.7), (0.7, 0.7), (-0.7, -0.7), (-0.7, 0.7))  # where a label may be
-AWAY = (9, 18, 28, 40, 54, 70)  # and how far from its dot
+LONGEST = 20  # number of characters in the label of a dot
+AROUND = ((1, 0), (-1, 0), (0, -1), (0, 1), (0.7, -0.7), (0.7, 0.7), (-0.7, -0.7), (-0.7, 0.7))  # directions of a label
+AWAY = (9, 18, 28, 40, 54, 70)  # distances of a label from its dot
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps values to places in a drawing."""
+    """A map from values to coordinates in a drawing."""
 
     low: float
     high: float
@@ -28,11 +28,13 @@ class Scale:
     log: bool = False
 
     def __call__(self, value: float) -> float:
+        """Return the coordinate of a value."""
         low, high, value = map(math.log, (self.low, self.high, value)) if self.log else (self.low, self.high, value)
         return round(self.start + (value - low) / (high - low) * (self.end - self.start), 1)
 
     @property
     def ticks(self) -> list[float]:
+        """The values of the ticks."""
         if self.log:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             return [d * 10.0**p for p in powers for d in (1, 2, 5) if self.low <= d * 10.0**p <= self.high]
@@ -41,22 +43,22 @@ class Scale:
 
 
 def round_step(least: float) -> float:
-    """Return the next 1, 2 or 5 times a power of ten."""
+    """Return the smallest 1, 2 or 5 times a power of ten that is not below `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(digit * power for digit in (1, 2, 5, 10) if digit * power >= least * (1 - 1e-9))
 
 
 def panels(lines: Mapping[str, Mapping[str, Curve]], marks: Marks) -> tuple[Html, float]:
-    """Draw accuracy in per cent against images: a panel for each stream, in it a line for each method, the last on top.
+    """Draw accuracy in per cent against images: a panel for each stream, with a line for each method, the last on top.
 
-    All panels span equally many points, though not the same ones, so that a slope means the same everywhere. Returns the
-    drawings and how many points that is.
+    All panels span the same number of points, though not the same values, so that slopes are comparable. Return the drawings
+    and this number of points.
     """
     ranges = {}
     for stream, curves in lines.items():
         values = [value for _, ys in curves.values() for value in ys]
         ranges[stream] = min(values), max(values)
-    step = round_step(max(1.0, *(high - low for low, high in ranges.values())) / 5)  # of which 100 is a multiple
+    step = round_step(max(1.0, *(high - low for low, high in ranges.values())) / 5)  # 100 is a multiple of it
     steps = max(1, *(math.ceil(high / step) - math.floor(low / step) for low, high in ranges.values()))
     size = (560, 280) if len(lines) == 1 else (350, 200) if len(lines) <= 3 else (256, 176)
     figures = []
@@ -73,7 +75,7 @@ def panels(lines: Mapping[str, Mapping[str, Curve]], marks: Marks) -> tuple[Html
 
 
 def courses(lines: Mapping[str, Mapping[str, Curve]], marks: Marks) -> Html:
-    """Draw anything that is not negative against the share of the stream, in per cent: a panel for each quantity."""
+    """Draw non-negative quantities against the share of the stream in per cent: a panel for each quantity."""
     size, figures = (350, 200), []
     for what, curves in lines.items():
         highest = max(max(ys) for _, ys in curves.values())
@@ -86,6 +88,7 @@ def courses(lines: Mapping[str, Mapping[str, Curve]], marks: Marks) -> Html:
 
 
 def _beside(figures: Sequence[Html], width: int) -> Html:
+    """Return figures in columns of this width."""
     return tag("div", join(*figures), class_="panels", style=f"--panel:{width}px")
 
 
@@ -99,6 +102,7 @@ def _panel(
     unit: str,
     until: str,
 ) -> Html:
+    """Draw one panel with a line for each method."""
     left, top, right, bottom = 38, 8, size[0] - 4, size[1] - 22
     x, y = Scale(0, max(xs[-1] for xs, _ in curves.values()), left, right), Scale(*limits, bottom, top)
     return _svg(
@@ -120,7 +124,10 @@ def _panel(
 
 
 def scatter(dots: Mapping[str, tuple[float, float]], marks: Marks) -> Html:
-    """Draw mean accuracy in per cent against time per image, and a line through those that nothing beats on both."""
+    """Draw mean accuracy in per cent against time per image.
+
+    A line joins the methods that no other method beats in both.
+    """
     size, left, top, right, bottom = (460, 350), 34, 26, 448, 306
     times, accuracies = zip(*dots.values())
     low, high = min(times), max(times)
@@ -145,7 +152,7 @@ def scatter(dots: Mapping[str, tuple[float, float]], marks: Marks) -> Html:
 
 
 def frontier(dots: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Return the names of those that are more accurate than everything faster, from fast to slow."""
+    """Return the names of the dots that are more accurate than all faster ones, from fast to slow."""
     best, found = -math.inf, []
     for name, (_, accuracy) in sorted(dots.items(), key=lambda item: (item[1][0], -item[1][1])):
         if accuracy > best:
@@ -155,11 +162,11 @@ def frontier(dots: Mapping[str, tuple[float, float]]) -> list[str]:
 
 
 def _labelled(places: Mapping[str, tuple[float, float]], said: Mapping[str, str], marks: Marks, plot: Box) -> Iterator[Html]:
-    """Draw dots and their names, each name at the nearest place where it covers neither a dot nor another name."""
+    """Draw dots and their names, each name at the nearest position where it covers neither a dot nor another name."""
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in places.values()]
     for name, (x, y) in places.items():
         text = name if len(name) <= LONGEST else name[: LONGEST - 1] + "…"
-        half = 3.4 * len(text)  # of its width, about
+        half = 3.4 * len(text)  # about half of the width of the text
         tried = ((dx, dy, away) for away in AWAY for dx, dy in AROUND)
         spots = ((x + dx * (away + half), y + dy * (away + 4), dx * away, dy * (away - 3)) for dx, dy, away in tried)
         free = (s for s in spots if _fits(_box(s[0], s[1], half), plot, taken))
@@ -177,21 +184,24 @@ def _labelled(places: Mapping[str, tuple[float, float]], said: Mapping[str, str]
 
 
 def _box(x: float, y: float, half: float) -> Box:
+    """Return the box of a label with this centre and half width."""
     return x - half, y - 7, x + half, y + 7
 
 
 def _fits(box: Box, plot: Box, taken: Sequence[Box]) -> bool:
+    """Return whether a box is inside the plot and overlaps none of the other boxes."""
     inside = plot[0] <= box[0] and plot[1] <= box[1] and box[2] <= plot[2] and box[3] <= plot[3]
     return inside and not any(box[0] < t[2] and t[0] < box[2] and box[1] < t[3] and t[1] < box[3] for t in taken)
 
 
 def _rules(y: Scale, left: float, right: float, unit: str = "") -> Iterator[Html]:
-    """Draw lines across, with their values; the uppermost has the unit."""
+    """Draw horizontal lines with their values; the uppermost value has the unit."""
     for number, tick in enumerate(reversed(y.ticks)):
         yield tag("line", x1=left, x2=right, y1=y(tick), y2=y(tick), class_="rule")
         yield tag("text", f"{tick:g}" + ("" if number else unit), x=left - 5, y=y(tick) + 4, text_anchor="end")
 
 
 def _svg(size: tuple[int, int], title: str, *inside: str) -> Html:
+    """Return an SVG drawing with a title for screen readers."""
     box = f"0 0 {size[0]} {size[1]}"
     return tag("svg", tag("title", title), join(*inside), viewBox=box, role="img", aria_label=title)

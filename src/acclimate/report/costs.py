@@ -1,4 +1,4 @@
-"""What the methods cost, and what happened in their runs."""
+"""The costs of the methods, and the events in their runs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from .sheet import Sheet, milliseconds, total
 
 
 def cost_part(sheet: Sheet) -> Html:
-    """Return accuracy against time, and the table of costs beside it."""
+    """Return the drawing of accuracy against time, and the table of costs beside it."""
     return tag("div", _time(sheet), _costs(sheet), class_="beside")
 
 
 def _time(sheet: Sheet) -> Html:
+    """Return the drawing of accuracy against time, or nothing if there are fewer than two methods to compare."""
     dots = {label: (milliseconds(sheet.runs[label]), mean) for label, mean in sheet.means.items()}
     if len(dots) < 2:
         return Html()
@@ -30,6 +31,7 @@ def _time(sheet: Sheet) -> Html:
 
 
 def _costs(sheet: Sheet) -> Html:
+    """Return the table of costs."""
     rows = []
     for label, runs in sheet.runs.items():
         samples = total(runs, "samples")
@@ -53,7 +55,7 @@ def _costs(sheet: Sheet) -> Html:
 
 
 def event_part(sheet: Sheet) -> Iterator[Html]:
-    """Yield what the guard and the methods did, counted and run by run."""
+    """Yield the number of events of each kind, and a table of the events in each run."""
     kinds, rows = [], []
     for label, runs in sheet.runs.items():
         each = [Counter(event.partition(":")[0] for _, event in o.result.events) for o in runs]
@@ -74,7 +76,7 @@ def event_part(sheet: Sheet) -> Iterator[Html]:
 
 
 def _ranges(numbers: Sequence[int], most: int = 10) -> str:
-    """Return 1, 2, 3 and 7 as "1-3, 7"."""
+    """Return numbers as ranges, for example 1, 2, 3 and 7 as "1-3, 7"."""
     ranges: list[tuple[int, int]] = []
     for number in sorted(numbers):
         begun = ranges.pop()[0] if ranges and number <= ranges[-1][1] + 1 else number

@@ -1,4 +1,4 @@
-"""Results as a web page: one file that needs no network, to be sent to a colleague or kept beside the runs."""
+"""The results as a web page: one file without network access, to send to a colleague or to keep beside the runs."""
 
 from __future__ import annotations
 
@@ -14,22 +14,31 @@ from .html import Html, count, definitions, items, join, listed, section, tag
 from .progress import accuracy_curves, health_curves
 from .sheet import Sheet, total
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"  # nothing is fetched
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"  # nothing is loaded
 
 
 class SavedFigure(Protocol):
-    """Describes what the page needs of a figure that `acclimate analyze` saved."""
+    """A figure that `acclimate analyze` saved, as far as the page needs it."""
 
     @property
-    def title(self) -> str: ...
+    def title(self) -> str:
+        """The title of the figure, which is the heading of its section."""
+
     @property
-    def caption(self) -> str: ...
+    def caption(self) -> str:
+        """The caption of the figure."""
+
     @property
-    def findings(self) -> Sequence[str]: ...
+    def findings(self) -> Sequence[str]:
+        """Sentences about the results in the figure."""
+
     @property
-    def protocol(self) -> Mapping[str, str]: ...
+    def protocol(self) -> Mapping[str, str]:
+        """The settings with which the figure was made, by name."""
+
     @property
-    def svg(self) -> str: ...
+    def svg(self) -> str:
+        """The drawing."""
 
 
 def page(
@@ -40,14 +49,14 @@ def page(
     notes: Sequence[str] = (),
     figures: Sequence[SavedFigure] = (),
 ) -> str:
-    """Return a table of results, the curves, the health and the costs behind it, figures, and the protocol, as HTML.
+    """Return the table of results with its curves, health, costs and events, figures, and the protocol, as HTML.
 
     Args:
-        grid: The table. If the protocols of its runs differ, the page says so first.
-        title: Of the page.
-        paper: A published table that was fitted to the grid, whose rows are shown beside those of the same methods.
+        grid: The table of results. If the protocols of its runs differ, the page starts with a warning.
+        title: The title of the page.
+        paper: A published table that was fitted to the grid. Its rows are shown beside those of the same methods.
         notes: Sentences for the end of the page.
-        figures: Of `acclimate analyze`.
+        figures: Figures that `acclimate analyze` saved.
     """
     sheet = Sheet(grid)
     head = join(
@@ -110,11 +119,13 @@ def _summary(sheet: Sheet) -> str:
 
 
 def _warning(differences: Sequence[str]) -> Html:
+    """Return a warning about different protocols, or nothing if there is no difference."""
     lead = tag("p", "These results were made under different protocols: compare them with care.")
     return tag("div", lead, items("ul", differences), class_="warning", role="note") if differences else Html()
 
 
 def _figure(figure: SavedFigure) -> Iterator[Html]:
+    """Yield the caption, the findings, the drawing and the protocol of a figure."""
     yield tag("p", figure.caption)
     yield items("ul", figure.findings)
     yield tag("figure", Html(figure.svg), class_="drawn")
@@ -123,6 +134,7 @@ def _figure(figure: SavedFigure) -> Iterator[Html]:
 
 
 def _protocol(sheet: Sheet, title: str) -> Iterator[Html]:
+    """Yield the protocol of the runs, also as plain text, and the options of each method."""
     cards = [outcome.spec.shared for outcome in sheet.grid.outcomes]
     lines = {key: list(dict.fromkeys(card[key] for card in cards if card.get(key))) for key in cards[0]}
     text = "\n".join([title, *(f"{key}: {'; or '.join(values)}" for key, values in lines.items() if values)])
@@ -136,4 +148,5 @@ def _protocol(sheet: Sheet, title: str) -> Iterator[Html]:
 
 
 def _packaged(name: str) -> Html:
+    """Return the content of a file in this package."""
     return Html(files(__package__).joinpath(name).read_text(encoding="utf-8"))

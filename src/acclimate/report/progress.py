@@ -1,4 +1,4 @@
-"""How accuracy and health go along the stream."""
+"""The curves of accuracy and health along the stream."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .charts import Curve, courses, panels
 from .html import Html, join, tag
 from .sheet import Sheet
 
-WARM_UP = 0.05  # share of a stream that curves leave out, since a few images decide its running accuracy
-POINTS = 25  # of a line of health
+WARM_UP = 0.05  # share of a stream that curves leave out, since its running accuracy depends on few images
+POINTS = 25  # number of points of a health curve
 
 
 def accuracy_curves(sheet: Sheet) -> Iterator[Html]:
-    """Yield running accuracy, a panel for each stream."""
+    """Yield the curves of running accuracy, with a panel for each stream."""
     found: dict[str, dict[str, list[list[tuple[int, float]]]]] = {}
-    for label in reversed(sheet.ranked):  # the best is drawn last, on top
+    for label in reversed(sheet.ranked):  # the best method is drawn last, on top
         for outcome in sheet.runs[label]:
             found.setdefault(sheet.stream(outcome), {}).setdefault(label, []).append(outcome.result.curve)
     streams = dict.fromkeys(map(sheet.stream, sheet.grid.outcomes))
@@ -40,7 +40,10 @@ def accuracy_curves(sheet: Sheet) -> Iterator[Html]:
 
 
 def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> Curve:
-    """Return images and per cent. Seeds share their numbers of images; should they not, the first one's are taken."""
+    """Return the mean over curves: numbers of images, and accuracies in per cent.
+
+    The curves of all seeds usually have the same numbers of images. If they do not, those of the first curve are used.
+    """
     end = min(curve[-1][0] for curve in curves)
     where = [images for images, _ in curves[0] if WARM_UP * end <= images <= end]
     each = [np.interp(where, *np.array(curve, dtype=float).T) for curve in curves]
@@ -48,7 +51,10 @@ def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> Curve:
 
 
 def health_curves(sheet: Sheet) -> Iterator[Html]:
-    """Yield entropy, share of images learned from and distance from the source, of runs that have their steps on disk."""
+    """Yield the curves of entropy, share of images learned from, and distance from the source.
+
+    Only runs whose steps are on disk have these curves.
+    """
     lines: dict[str, dict[str, Curve]] = {}
     where = np.linspace(0, 1, POINTS)
     for label in reversed(sheet.ranked):
@@ -68,7 +74,7 @@ def health_curves(sheet: Sheet) -> Iterator[Html]:
 
 
 def health(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return what tells how a run is doing, step by step."""
+    """Return the quantities that describe the health of a run, for each step."""
     so_far = [0, *(step["images"] for step in steps)]
     return {
         "Entropy of the predictions, nats": _filled([step["entropy"] for step in steps]),
@@ -80,7 +86,7 @@ def health(steps: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
 
 
 def _filled(values: Sequence[float | None]) -> list[float]:
-    """Return the values, and where there was none, that of the step before."""
+    """Return the values, where a missing one is replaced by that of the step before."""
     filled = [0.0]
     for value in values:
         filled.append(filled[-1] if value is None else value)
@@ -88,7 +94,10 @@ def _filled(values: Sequence[float | None]) -> list[float]:
 
 
 def resampled(values: Sequence[float], where: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the values of a run's steps at shares of its stream; where there are more steps than shares, means between."""
+    """Return the values of the steps of a run at shares of its stream.
+
+    If there are more steps than shares, the values are means over the steps in between.
+    """
     ends = np.cumsum(values)
     count = len(values)
     width = max(1, round(count / len(where)))

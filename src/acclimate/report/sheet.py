@@ -1,23 +1,23 @@
-"""What several parts of the page need: its rows and columns, their ranks, and everybody's colour."""
+"""The data that several sections of the page share: rows and columns, ranks, and the colour of each method."""
 
 from __future__ import annotations
 
 from ..evaluation.store import Outcome
 from ..evaluation.tables import Column, Grid, Summary
 
-HUES = 7  # lines that can be told apart; the rows beyond the best so many are grey until they are picked
+HUES = 7  # number of distinct colours; all but the best methods are grey until they are selected
 
 
 class Sheet:
-    """Holds a grid as the page shows it. Rows are those of the grid, and drawings call them by their labels.
+    """A grid as the page shows it; its rows are those of the grid, and drawings use the labels of the rows.
 
     Args:
-        grid: The table.
+        grid: The table of results.
     """
 
     def __init__(self, grid: Grid) -> None:
         self.grid = grid
-        self.columns: list[Column] = [*Summary, *grid.domains]  # a narrow screen shows the first ones
+        self.columns: list[Column] = [*Summary, *grid.domains]  # a narrow screen shows only the first ones
         self.labels = {row: grid.label(row) for row in grid.rows}
         self.runs = {label: grid.runs[row] for row, label in self.labels.items()}
         self.seeds = len({outcome.spec.seed for outcome in grid.outcomes})
@@ -31,16 +31,16 @@ class Sheet:
         self.marks = {label: {"class_": hue[label], "data_m": number} for label, number in self.number.items()}
 
     def stream(self, outcome: Outcome) -> str:
-        """Return what an outcome's stream is called."""
+        """Return the name of the stream of an outcome."""
         first, *rest = [self.grid.heading(key) for key in outcome.spec.domains]
         return f"{first} to {rest[-1]}, {len(rest) + 1} domains in one stream ({outcome.spec.setting})" if rest else first
 
 
 def total(runs: list[Outcome], what: str) -> float:
-    """Return the sum of a number over the results of runs."""
+    """Return the sum of a quantity over the results of runs."""
     return sum(getattr(outcome.result, what) for outcome in runs)
 
 
 def milliseconds(runs: list[Outcome]) -> float:
-    """Return the time per image."""
+    """Return the time per image in milliseconds."""
     return 1000 * total(runs, "seconds") / total(runs, "samples")

@@ -1,4 +1,4 @@
-"""The tables of a bench on a terminal, with what there is to say about them."""
+"""The tables of a bench on a terminal, with remarks about them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def show(
     """Print a table for each setting, and the events of the runs.
 
     Args:
-        results: The runs.
-        console: Where to print.
-        mix: Take also runs whose protocols differ.
-        remarks: Returns sentences about a table; `papers.dct.protocols.source_remarks` says whose protocol it resembles.
+        results: The results of the runs.
+        console: The console to print to.
+        mix: Whether to include runs whose protocols differ.
+        remarks: A function that returns sentences about a table. For example, `papers.dct.protocols.source_remarks` states
+            whose protocol it resembles.
     """
     for grid in results.grids(mix=mix).values():
         samples = sorted({outcome.result.samples for outcome in grid.outcomes})
