@@ -222,7 +222,7 @@ def _save_thousand_classes(folder):
 def test_bench_gives_the_statistics_to_methods_that_need_them(tmp_path):
     out = tmp_path / "s.safetensors"
     assert cli.main(["source-statistics", "--images", "20", "--batch-size", "8", "--out", str(out)]) == 0
-    common = dict(methods=["eata", "tent"], corruptions=["fog"], images=12, store=tmp_path / "runs")
+    common = dict(methods=["eata", "tent"], corruptions=["fog"], images=12, out=tmp_path / "runs")
     with pytest.raises(ConfigError, match="eata needs"):
         acclimate.bench(bundled.model(), **common)
     own, _ = acclimate.bench(**common)
