@@ -20,6 +20,7 @@ from acclimate.testing import replay
 from acclimate.testing.check import SIZES, tiny_batches, tiny_vit
 from support import GOLDEN, assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
 GRID = Layout(tokens=10, rows=3, columns=3, patch=4)
 
 

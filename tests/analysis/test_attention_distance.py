@@ -17,6 +17,8 @@ from acclimate.analysis.subject import Subject
 from acclimate.errors import AcclimateError, ConfigError
 from acclimate.testing.check import SIZES
 
+pytestmark = pytest.mark.numerics
+
 
 def made(raw, renormalised=None, added=0.0, images=12):
     """Return profiles of 3 blocks and 2 heads, flat but for a difference between images."""

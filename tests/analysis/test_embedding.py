@@ -16,6 +16,7 @@ from acclimate.models.families import view
 from acclimate.testing.check import SIZES, tiny_batches, tiny_vit
 from support import SINGLE, assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
 LAYERS = range(1, SIZES.depth + 1)
 
 

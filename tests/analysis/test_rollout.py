@@ -19,6 +19,7 @@ MANY = Adaptation(8, 0.01)
 COUNT = 12
 
 
+@pytest.mark.numerics
 def test_rollout_of_every_image_sums_to_one(family, monkeypatch):
     subject = tiny_subject(family=family)
     model, images = subject.model.double(), subject.batch().double()

@@ -40,6 +40,7 @@ def test_every_image_is_seen_in_every_domain_by_every_model():
     assert not np.allclose(each.conditioners[1, "k"][24:], one.conditioners[1, "k"][24:], atol=1e-6)
 
 
+@pytest.mark.numerics
 def test_a_model_that_does_not_adapt_is_the_source_in_all_three():
     of = subject()
     of.model.double()

@@ -87,6 +87,7 @@ def test_nothing_to_adapt_is_an_error():
             acclimate.adapt(model, method)
 
 
+@pytest.mark.numerics
 def test_record_tells_what_happened(batches):
     model = acclimate.adapt(double_vit(), "dct")
     assert model.record is None
@@ -296,6 +297,7 @@ def test_a_failing_pass_after_the_update_undoes_it(batches, monkeypatch):
     assert_identical(model.state.capture(), before, "after a failed pass")
 
 
+@pytest.mark.numerics
 def test_samples_that_interact_take_part_in_the_second_pass():
     """SAR on a model with batch statistics, against the whole-batch form."""
 
@@ -349,6 +351,7 @@ def test_train_and_eval_do_not_reach_the_model(batches):
     assert not model.eval().training
 
 
+@pytest.mark.numerics
 def test_batchnorm_in_training_mode_is_evaluated(batches):
     """A model handed over in training mode is put into evaluation mode first, so its samples do not interact."""
     model = tiny_vit()
@@ -370,6 +373,7 @@ def test_repr_is_short_and_true(batches):
     assert "timm VisionTransformer, 4 blocks" in repr(model)
 
 
+@pytest.mark.numerics
 def test_a_class_can_be_given_instead_of_a_name(batches):
     class Mine(acclimate.Method):
         def step(self, images, engine):

@@ -62,6 +62,7 @@ def whole_batch(images, margin):
     return logits.detach(), keep, {name: p.grad for name, p in parameters.items()}
 
 
+@pytest.mark.numerics
 @given(
     size=st.integers(1, 9),
     micro_batch=st.integers(1, 10),
@@ -83,6 +84,7 @@ def test_micro_batches_equal_the_whole_batch(size, micro_batch, margin, seed):
             assert_exact(gradient, expected[name], name)
 
 
+@pytest.mark.numerics
 @given(size=st.integers(1, 9), micro_batch=st.integers(1, 10))
 def test_predict_equals_the_model(size, micro_batch):
     images = double_batches(1, size)[0]
@@ -126,6 +128,7 @@ def test_no_more_than_a_micro_batch_is_passed_at_once():
     assert sorted(seen) == [2, 3, 3]
 
 
+@pytest.mark.numerics
 def test_samples_that_interact_are_passed_whole():
     torch.manual_seed(0)
     model = VisionTransformer(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2, num_classes=10)
@@ -141,6 +144,7 @@ def test_samples_that_interact_are_passed_whole():
     assert_exact(sweep.logits, expected)
 
 
+@pytest.mark.numerics
 def test_perturbed_stands_at_the_radius_and_comes_back():
     engine = engine_on(double_vit())
     before = [p.detach().clone() for p in engine.adapted.tensors]
@@ -166,6 +170,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
     assert all(p.grad is None for p in engine.adapted.tensors)
 
 
+@pytest.mark.numerics
 def test_classes_are_masked_before_the_softmax():
     images = double_batches(1)[0]
     engine = engine_on(double_vit(), classes=[7, 1, 4])
@@ -176,6 +181,7 @@ def test_classes_are_masked_before_the_softmax():
     assert_exact(sweep.losses, entropy(full[:, [7, 1, 4]]))
 
 
+@pytest.mark.numerics
 def test_drift_is_relative_to_the_source():
     engine = engine_on(double_vit())
     assert engine.adapted.drift() == 0

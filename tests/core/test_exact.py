@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +13,8 @@ from torch import nn
 import acclimate
 from acclimate.core.engine import entropy
 from support import assert_exact, double_batches, double_vit
+
+pytestmark = pytest.mark.numerics
 
 
 class ExplicitAttention(nn.Module):

@@ -25,6 +25,7 @@ from acclimate.core.engine import entropy
 from acclimate.testing.check import assert_identical, tiny_batches, tiny_vit
 from support import EXACT, SINGLE, assert_exact, child_environment, double_batches, double_vit, rounding
 
+pytestmark = pytest.mark.numerics
 CUTS = (4, 1, 6, 3, 0)  # rank 0 takes so many of a batch of six, rank 1 the rest
 OPTIONS = {
     "tent": {"lr": 0.02},

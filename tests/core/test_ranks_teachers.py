@@ -14,6 +14,7 @@ from acclimate.core.registry import find_method
 from acclimate.testing.check import assert_identical, tiny_batches
 from support import assert_exact, child_environment, double_vit
 
+pytestmark = pytest.mark.numerics
 CUTS = (4, 1, 6, 3)  # rank 0 takes so many of a batch of six, rank 1 the rest
 METHODS = {
     "cotta": dict(threshold=0.95, views=2, restore=0.1, lr=0.01, teacher_momentum=0.8),

@@ -254,6 +254,7 @@ def test_an_unknown_guard_option_is_refused(saved):
         acclimate.load(rewritten(path, lambda h: h["options"]["guard"].update(magic=1)), tiny_vit())
 
 
+@pytest.mark.numerics
 def test_the_cost_options_may_differ(saved, batches):
     model, path = saved
     other = acclimate.adapt(tiny_vit(), "dct", lr=0.01, micro_batch=3)

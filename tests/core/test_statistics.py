@@ -34,6 +34,7 @@ def exact():
     return source_statistics(double_vit(), IMAGES, batch_size=5)
 
 
+@pytest.mark.numerics
 def test_fisher_is_the_mean_of_squared_gradients_of_batch_means(exact):
     model = double_vit()
     norms = {name: p for name, p in model.named_parameters() if "norm" in name}
@@ -48,6 +49,7 @@ def test_fisher_is_the_mean_of_squared_gradients_of_batch_means(exact):
         assert_exact(values, expected[name], name)
 
 
+@pytest.mark.numerics
 def test_moments_and_class_means_of_squashed_features():
     model = double_vit()
     labels = torch.arange(14) % 3
@@ -64,6 +66,7 @@ def test_moments_and_class_means_of_squashed_features():
     assert not found["class_means"][3:].any()
 
 
+@pytest.mark.numerics
 def test_class_tokens_are_those_of_the_next_norm(family):
     model = double_vit(family)
     found = source_statistics(model, IMAGES, kinds=["class_tokens"], batch_size=5).of("class_tokens")
@@ -81,6 +84,7 @@ def test_class_tokens_are_those_of_the_next_norm(family):
     assert not one["std"].any() and one["mean"].isfinite().all()
 
 
+@pytest.mark.numerics
 def test_a_loader_is_grouped_anew_and_cut(exact):
     """Whatever its batches, with or without labels, and whatever else its tuples hold."""
     loader = [(IMAGES[:3], torch.zeros(3, dtype=torch.int64), "more"), IMAGES[3:], IMAGES]

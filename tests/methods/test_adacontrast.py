@@ -13,6 +13,7 @@ from acclimate.methods._bank import ring
 from acclimate.testing.check import tiny_batches, tiny_vit
 from support import assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
 HOW = dict(mean=0.5, std=0.5)
 SMALL = dict(queue=16, neighbours=3, refine_after=8)
 

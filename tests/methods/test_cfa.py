@@ -14,6 +14,8 @@ from acclimate.errors import ConfigError, NonFiniteError
 from acclimate.testing.check import tiny_batches, tiny_vit
 from support import SINGLE, assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
+
 
 @pytest.fixture(scope="module")
 def statistics():

@@ -14,6 +14,8 @@ from acclimate.methods._losses import opinion_entropy, uncertainty
 from acclimate.testing.check import CHECKS, Case, tiny_batches, tiny_vit
 from support import EXACT, assert_exact
 
+pytestmark = pytest.mark.numerics
+
 
 def naive(logits, mass):
     """As the paper writes it; overflows for large logits."""

@@ -13,6 +13,7 @@ from acclimate.methods.cotta import bernoulli_positions
 from acclimate.testing.check import tiny_batches, tiny_vit
 from support import EXACT, assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
 HOW = dict(mean=0.5, std=0.5)
 
 

@@ -13,6 +13,8 @@ from acclimate.errors import ConfigError
 from acclimate.testing.check import tiny_vit
 from support import assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
+
 
 @pytest.mark.parametrize("entropy_weight", [False, True])
 def test_steps_are_those_of_the_paper(entropy_weight):

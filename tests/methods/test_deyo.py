@@ -15,6 +15,8 @@ from acclimate.methods.deyo import difference, shuffle
 from acclimate.testing.check import Case, micro_batches_do_not_matter, tiny_batches, tiny_vit
 from support import assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
+
 
 def test_patches_change_places_and_nothing_else():
     image = torch.arange(16.0).view(1, 1, 4, 4)

@@ -15,6 +15,9 @@ from acclimate.errors import ConfigError
 from acclimate.testing.check import tiny_batches, tiny_vit
 from support import EXACT, assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
+
+
 MARGIN, REDUNDANCY = 1.0, 0.6
 
 

@@ -16,6 +16,8 @@ from acclimate.models.families import view
 from acclimate.testing.check import tiny_batches, tiny_vit
 from support import assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
+
 
 @pytest.fixture(scope="module")
 def statistics():

@@ -14,6 +14,8 @@ from acclimate.methods.lame import LAME
 from acclimate.testing.check import tiny_vit
 from support import EXACT, assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
+
 
 def on_circle(*degrees):
     angles = torch.tensor(degrees, dtype=torch.float64).deg2rad()

@@ -17,6 +17,8 @@ from acclimate.methods.dct import Conditioner
 from acclimate.testing.check import Case, tiny_batches, tiny_vit
 from support import SINGLE, assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
+
 
 def adapted_values(model):
     return {name: p.detach().clone() for name, p in model.engine.adapted.named.items()}

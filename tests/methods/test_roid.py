@@ -17,6 +17,7 @@ from acclimate.methods.roid import soft_likelihood_ratio
 from acclimate.testing.check import CHECKS, Case, tiny_batches, tiny_vit
 from support import assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
 HOW = dict(mean=0.5, std=0.5)
 
 

@@ -15,6 +15,7 @@ from acclimate.methods.rotta import EMPTY
 from acclimate.testing.check import tiny_batches, tiny_vit
 from support import assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
 HOW = dict(mean=0.5, std=0.5)
 
 

@@ -14,6 +14,7 @@ from acclimate.methods.spa import SPA, drop, low_frequencies, mix, surer
 from acclimate.testing.check import tiny_vit
 from support import assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
 GIVEN = {"mean": 0.5, "std": 0.5}
 
 

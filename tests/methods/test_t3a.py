@@ -14,6 +14,8 @@ from acclimate.models.families import view
 from acclimate.testing.check import tiny_batches, tiny_vit
 from support import assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
+
 
 def test_a_class_keeps_its_surest_supports():
     def of(*values):

@@ -13,6 +13,8 @@ from acclimate.errors import ConfigError
 from acclimate.testing.check import tiny_batches, tiny_vit
 from support import assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
+
 
 def prompted(plain, images, tokens):
     """Logits with prompts put in by hand: a block that has its own replaces those before it."""

@@ -13,6 +13,8 @@ from acclimate.methods._siamese import divergence
 from acclimate.testing.check import tiny_batches, tiny_vit
 from support import assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
+
 
 def test_divergence_is_that_of_the_distributions():
     generator = torch.Generator().manual_seed(0)

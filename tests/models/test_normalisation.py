@@ -12,6 +12,8 @@ from acclimate.methods._augment import jitter_and_move, resized_crop
 from acclimate.testing.check import tiny_batches, tiny_vit
 from support import EXACT, assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
+
 
 def test_pixels_there_and_back():
     engine = acclimate.adapt(double_vit(), "source", mean=(0.1, 0.2, 0.3), std=0.5).engine

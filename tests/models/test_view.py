@@ -20,6 +20,8 @@ from acclimate.models.view import parameters_of, samples_interact
 from acclimate.testing.check import SIZES, tiny_batches, tiny_vit
 from support import assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
+
 
 def logits(model, images):
     with torch.no_grad():

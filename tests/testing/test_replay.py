@@ -16,6 +16,7 @@ def method_of(path):
         return (file.metadata() or {}).get("method")
 
 
+@pytest.mark.numerics
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.safetensors")), ids=lambda path: path.stem)
 def test_golden(path):
     result = replay.replay(path)

@@ -28,6 +28,7 @@ from acclimate.methods.dda.process import Schedule, regenerated, resized
 from acclimate.testing.check import tiny_batches, tiny_vit
 from support import assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
 HOW = dict(denoiser="gaussian", steps=10, start=3, mean=0.5, std=0.5)
 
 

@@ -13,6 +13,7 @@ from acclimate.methods.dda.denoisers import Gaussian, open_denoiser
 from acclimate.methods.dda.process import Schedule, low_pass, regenerated, step_back
 from support import assert_exact
 
+pytestmark = pytest.mark.numerics
 TINY = unet.Architecture(size=8, width=8, multipliers=(1, 2), blocks=1, attention=(4,), head_width=4, groups=4)
 
 

@@ -27,6 +27,7 @@ from acclimate.models.fingerprint import fingerprint
 from acclimate.testing.check import CHECKS, Case, tiny_batches, tiny_vit
 from support import assert_exact, double_batches, double_vit
 
+pytestmark = pytest.mark.numerics
 HOW = dict(mean=0.5, std=0.5)
 SIZES = Sizes(stages=2, prompts=3, hidden=16, bottleneck=8, outputs=12)
 SMALL = dict(bank=16, neighbours=3, refine_after=8, random_prompts=True, prompts=3, hidden=16, bottleneck=8, outputs=12)
