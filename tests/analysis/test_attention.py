@@ -15,7 +15,7 @@ import acclimate
 from acclimate.analysis.attention import Layout, attention_maps, in_parts, reach, rollout_maps, rollouts
 from acclimate.errors import ConfigError, InputError, ModelError
 from acclimate.models.families import view
-from acclimate.models.surgery import tap
+from acclimate.models.surgery import capture
 from acclimate.testing import replay
 from acclimate.testing.check import SIZES, tiny_batches, tiny_vit
 from support import GOLDEN, assert_exact, double_batches, double_vit
@@ -36,7 +36,7 @@ def test_maps_are_those_of_the_model(family):
     model, images = double_vit(family), double_batches(1)[0]
     vit = view(model)
     modules = [block.attention for block in vit.blocks]
-    with torch.no_grad(), tap(modules) as seen:
+    with torch.no_grad(), capture(modules) as seen:
         expected = vit.logits(images)
     before = dict(model.named_modules())
     for i, attention in attention_maps(model, images):
@@ -44,8 +44,8 @@ def test_maps_are_those_of_the_model(family):
         assert_exact(attention.sum(-1), torch.ones(attention.shape[:-1], dtype=torch.float64))
         opened = vit.blocks[i].open_attention(modules[i], SIZES.heads)
         with torch.no_grad():
-            tokens = seen[modules[i]].entered
-            out, theirs = opened.merge(attention @ opened.project(tokens)[2], tokens), seen[modules[i]].left
+            tokens = seen[modules[i]].inputs
+            out, theirs = opened.merge(attention @ opened.project(tokens)[2], tokens), seen[modules[i]].outputs
         out, theirs = (x[0] if isinstance(x, tuple) else x for x in (out, theirs))
         assert_exact(out, theirs)
     assert i == SIZES.depth - 1
@@ -64,11 +64,11 @@ def test_of_an_adapter_conditioners_and_all_rows_of_the_last_block(family):
     assert [maps[i].shape[2:] for i in range(SIZES.depth)] == [(17, 18)] * 3 + [(17, 17)]
     # the class token's row is what the short cut of the last block used
     last = adapter.engine.vit.blocks[-1].open()
-    with torch.no_grad(), adapter.frozen(), adapter.engine.undivided(), tap([last]) as seen:
+    with torch.no_grad(), adapter.frozen(), adapter.engine.undivided(), capture([last]) as seen:
         adapter(batches[1])
-        tokens = seen[last].entered
+        tokens = seen[last].inputs
         short = last.merge((maps[SIZES.depth - 1] @ last.project(tokens)[2])[:, :, :1], tokens[:, :1])
-    first = [x[0] if isinstance(x, tuple) else x for x in (short, seen[last].left)]
+    first = [x[0] if isinstance(x, tuple) else x for x in (short, seen[last].outputs)]
     assert_exact(*first)
 
 

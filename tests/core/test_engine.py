@@ -72,10 +72,10 @@ def whole_batch(images, margin):
 def test_micro_batches_equal_the_whole_batch(size, micro_batch, margin, seed):
     images = double_batches(1, size, seed)[0]
     engine = engine_on(double_vit(), micro_batch=micro_batch)
-    sweep = engine.gradient(images, below(margin))
+    result = engine.gradient(images, below(margin))
     logits, keep, expected = whole_batch(images, margin)
-    assert_exact(sweep.logits, logits)
-    assert torch.equal(sweep.kept, keep)
+    assert_exact(result.logits, logits)
+    assert torch.equal(result.kept, keep)
     assert gradients(engine).keys() == expected.keys()
     for name, gradient in gradients(engine).items():
         if expected[name] is None:
@@ -94,7 +94,7 @@ def test_predict_equals_the_model(size, micro_batch):
 
 
 def count_backward(engine, images, margin):
-    """How many samples a gradient sweep forwards, and how many it passes backward."""
+    """How many samples a gradient result forwards, and how many it passes backward."""
     counts = {"forward": 0, "backward": 0}
 
     def hook(module, args, output):
@@ -139,9 +139,9 @@ def test_samples_that_interact_are_passed_whole():
     with torch.no_grad():
         expected = model.eval()(images)
     engine = engine_on(model, micro_batch=2)
-    sweep = engine.gradient(images, below(float(entropy(expected).sort().values[2:4].mean())))
-    assert sweep.used == 3  # so few that independent samples would have been passed again on their own
-    assert_exact(sweep.logits, expected)
+    result = engine.gradient(images, below(float(entropy(expected).sort().values[2:4].mean())))
+    assert result.used == 3  # so few that independent samples would have been passed again on their own
+    assert_exact(result.logits, expected)
 
 
 @pytest.mark.numerics
@@ -177,8 +177,8 @@ def test_classes_are_masked_before_the_softmax():
     full = engine_on(double_vit()).predict(images)
     assert_exact(engine.predict(images), full[:, [7, 1, 4]])
     assert engine.num_classes == 3
-    sweep = engine.gradient(images, below(math.inf))
-    assert_exact(sweep.losses, entropy(full[:, [7, 1, 4]]))
+    result = engine.gradient(images, below(math.inf))
+    assert_exact(result.losses, entropy(full[:, [7, 1, 4]]))
 
 
 @pytest.mark.numerics

@@ -237,7 +237,7 @@ def test_bench_gives_the_statistics_to_methods_that_need_them(tmp_path):
     assert (
         "20 images in batches of 8" in first.spec.config["source statistics"] and "source statistics" not in tent.spec.config
     )
-    assert cli.main(["source-statistics", "--samples", "24", "--batch-size", "8", "--out", str(out)]) == 0
+    assert cli.main(["source-statistics", "--images", "24", "--batch-size", "8", "--out", str(out)]) == 0
     second, again = acclimate.bench(**common, source_statistics=out)
     assert second.spec.id != first.spec.id and not second.found and again.found
 

@@ -135,7 +135,7 @@ def test_bench_prints_a_table_and_keeps_the_results(tmp_path, capsys, monkeypatc
     monkeypatch.setenv("COLUMNS", "120")
     assert main([*QUICK, "--out", str(tmp_path)]) == 0
     first = capsys.readouterr().out
-    for word in ("source", "tent", "fog", "contr", "mean", "2nd half"):
+    for word in ("source", "tent", "fog", "contr", "mean", "second half"):
         assert word in first
     results = list(tmp_path.glob("*/result.json"))
     assert len(results) == 4

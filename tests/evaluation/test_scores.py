@@ -47,7 +47,7 @@ def test_scores_equal_their_definitions_however_the_stream_is_cut(seed, count, c
     assert scores.per_domain == pytest.approx(each)
     assert scores.mean == pytest.approx(sum(each.values()) / len(each))
     halves = [mine[len(mine) // 2 :].double().mean().item() for mine in (right[domain == i] for i in domain.unique())]
-    assert scores.late == pytest.approx(sum(halves) / len(halves))
+    assert scores.second_half == pytest.approx(sum(halves) / len(halves))
 
 
 def test_calibration_error_by_hand():

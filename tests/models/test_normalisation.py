@@ -32,7 +32,7 @@ def test_a_timm_model_says_it_itself():
 
 def test_unknown_normalisation_is_refused_before_the_model_is_touched(family):
     model = tiny_vit(family).train()
-    with pytest.raises(ConfigError, match=r"does not say how they are normalised: give adapt\(..., mean=, std=\)"):
+    with pytest.raises(ConfigError, match=r"does not say how its images are normalised: give mean= and std="):
         acclimate.adapt(model, "cotta")
     assert model.training and all(p.requires_grad for p in model.parameters())
     with pytest.raises(ConfigError, match="mean="):
@@ -83,8 +83,8 @@ def test_given_rows_travel_with_their_samples():
         def weighted(logits, w):
             return w * logits.logsumexp(-1), w > 0
 
-        sweep = engine.gradient(images, weighted, extras=[weights])
-        assert sweep.used == 2
+        result = engine.gradient(images, weighted, extras=[weights])
+        assert result.used == 2
         gradients.append(torch.cat([p.grad.flatten() for p in engine.adapted.tensors]))
     for other in gradients[1:]:
         assert_exact(other, gradients[0])
@@ -96,8 +96,8 @@ def test_a_sample_may_be_several_images():
     pairs = torch.stack([images, images.flip(-1)], dim=1)
     logits = engine.predict(pairs)
     assert_exact(logits[:, 1], engine.predict(images.flip(-1)))
-    sweep = engine.gradient(pairs, lambda z: ((z[:, 0] - z[:, 1]).square().sum(-1), torch.ones(len(z), dtype=torch.bool)))
-    assert sweep.logits.shape == (6, 2, 10) and sweep.used == 6
+    result = engine.gradient(pairs, lambda z: ((z[:, 0] - z[:, 1]).square().sum(-1), torch.ones(len(z), dtype=torch.bool)))
+    assert result.logits.shape == (6, 2, 10) and result.used == 6
 
 
 def test_standing_elsewhere_copies_nothing_and_comes_back():

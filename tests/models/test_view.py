@@ -15,7 +15,7 @@ import acclimate
 from acclimate.errors import ModelError
 from acclimate.models.families import view
 from acclimate.models.fingerprint import fingerprint
-from acclimate.models.surgery import tap
+from acclimate.models.surgery import capture
 from acclimate.models.view import parameters_of, samples_interact
 from acclimate.testing.check import SIZES, tiny_batches, tiny_vit
 from support import assert_exact, double_batches, double_vit
@@ -73,9 +73,9 @@ def test_prompts_are_tokens_from_their_block_to_the_next_that_has_its_own(family
     modules, expected = dict(model.named_modules()), logits(model, images)
     vit = view(model)
     prompts = {i: nn.Parameter(torch.randn(count, SIZES.width).double()) for i, count in ((first, 3), (second, 2))}
-    with torch.no_grad(), tap([vit.layers[0], vit.layers[-1], vit.head]) as seen:
+    with torch.no_grad(), capture([vit.layers[0], vit.layers[-1], vit.head]) as seen:
         vit.logits(images)
-    tokens = seen[vit.layers[0]].entered
+    tokens = seen[vit.layers[0]].inputs
     with torch.no_grad():
         for i, layer in enumerate(vit.layers):
             held = 3 if first < i else 0
@@ -87,9 +87,9 @@ def test_prompts_are_tokens_from_their_block_to_the_next_that_has_its_own(family
     for shorten in (False, True):
         if shorten:
             vit.shorten()
-        with torch.no_grad(), tap([vit.layers[-1]]) as seen:
+        with torch.no_grad(), capture([vit.layers[-1]]) as seen:
             prompted = vit.logits(images)
-        left = seen[vit.layers[-1]].left
+        left = seen[vit.layers[-1]].outputs
         assert left.shape[1] == (1 if shorten else vit.tokens)
         assert_exact(left[:, 0], tokens[:, 0])
         assert not torch.allclose(prompted, expected, atol=1e-3)
@@ -102,14 +102,14 @@ def test_prompts_are_tokens_from_their_block_to_the_next_that_has_its_own(family
 def test_prompts_never_reach_a_head_that_averages():
     vit = view(VisionTransformer(img_size=32, patch_size=8, embed_dim=SIZES.width, depth=2, num_heads=2, global_pool="avg"))
     vit.prompt({0: nn.Parameter(torch.randn(3, SIZES.width))})
-    with tap([vit.layers[-1]]) as seen:
+    with capture([vit.layers[-1]]) as seen:
         vit.logits(tiny_batches(1)[0])
-    assert seen[vit.layers[-1]].left.shape[1] == vit.tokens
+    assert seen[vit.layers[-1]].outputs.shape[1] == vit.tokens
 
 
 def test_a_tap_sees_its_own_thread_alone():
     layer, seen_there = nn.Identity(), []
-    with tap([layer]) as seen:
+    with capture([layer]) as seen:
         thread = threading.Thread(target=lambda: seen_there.append(layer(torch.ones(1))))
         thread.start()
         thread.join()

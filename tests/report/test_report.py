@@ -10,12 +10,11 @@ import subprocess
 
 import numpy as np
 import pytest
-from PIL import Image
 
 import acclimate
-from acclimate.analysis.figures import INK, Figure, Kept, drawing, new
+from acclimate.analysis.figures import INK, Figure, SavedFigure, drawing, new
 from acclimate.cli import main
-from acclimate.errors import ConfigError, InputError, StateError
+from acclimate.errors import ConfigError, StateError
 from acclimate.evaluation.store import Store
 from acclimate.report.page import page
 from acclimate.report.progress import health, resampled
@@ -24,11 +23,11 @@ pytest.importorskip("matplotlib")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 PROBE = """<script>
 const drawn = [...document.querySelectorAll(".drawn svg, .panels svg")].map((svg) => svg.getBoundingClientRect());
-const pictures = [...document.querySelectorAll(".drawn image")].map((image) => image.getBoundingClientRect().width);
+const bitmaps = [...document.querySelectorAll(".drawn image")].map((image) => image.getBoundingClientRect().width);
 const ink = () => getComputedStyle(document.querySelector(".drawn svg text")).fill;
 const before = ink();
 document.getElementById("theme").click();
-const report = {sizes: drawn.map((box) => [box.width, box.height]), pictures, inks: [before, ink()],
+const report = {sizes: drawn.map((box) => [box.width, box.height]), bitmaps, inks: [before, ink()],
   tooWide: document.documentElement.scrollWidth - innerWidth};
 document.body.append(Object.assign(document.createElement("pre"), {id: "seen", textContent: JSON.stringify(report)}));
 </script></body>"""
@@ -53,7 +52,7 @@ def test_a_figure_is_four_files_and_comes_back(tmp_path):
     assert files[0].read_bytes().startswith(b"\x89PNG")
     with files[2].open() as file:
         assert next(csv.DictReader(file)) == {"block": "1", "distance": "0.123457", "head": "a"}
-    kept = Kept.read(files[3])
+    kept = SavedFigure.read(files[3])
     assert (kept.title, kept.caption, kept.findings) == ("Lines", "What they show.", ["They rise by 1."])
     assert kept.svg.startswith("<svg") and "a line" in kept.svg, "letters stay letters"
     assert INK not in kept.svg and "currentColor" in kept.svg and "<style" not in kept.svg
@@ -72,7 +71,7 @@ def test_equal_numbers_make_equal_files(tmp_path):
 def test_a_damaged_figure_is_named(tmp_path):
     (tmp_path / "half.json").write_text('{"title": "x"')
     with pytest.raises(StateError, match=r"half\.json is not a figure of `acclimate analyze`"):
-        Kept.read(tmp_path / "half.json")
+        SavedFigure.read(tmp_path / "half.json")
 
 
 def test_vital_signs_are_of_each_step_not_of_all_so_far():
@@ -100,8 +99,9 @@ def made(tmp_path_factory):
     home = tmp_path_factory.mktemp("report")
     how = dict(corruptions=["fog", "snow"], images=24, batch_size=12)
     acclimate.bench(methods=["source", "tent"], out=home / "runs", **how)
-    figure("first").save(home / "figures")
-    figure("second", title="More <lines>").save(home / "figures")
+    origin = Store(home / "runs").outcomes()[0].spec.model
+    figure("first", origin=origin).save(home / "figures")
+    figure("second", title="More <lines>", origin=origin).save(home / "figures")
     arguments = ["report", str(home / "runs"), "-o", str(home / "report.html"), "--figures", str(home / "figures")]
     assert main(arguments) == 0
     return home
@@ -134,20 +134,17 @@ def test_what_is_missing_is_said(made, tmp_path, monkeypatch, capsys):
 
 
 def test_figures_of_another_model_are_left_out_and_named(made, tmp_path, capsys):
-    model = Store(made / "runs").outcomes()[0].spec.model
-    ours = {name: model[name] for name in ("name", "weights", "architecture")}
-    for name, whose in {"same": ours, "other": {**ours, "name": "vit", "weights": "0123"}, "silent": None}.items():
-        figure(name, title=name).save(tmp_path)
-        content = json.loads((tmp_path / f"{name}.json").read_text())
-        content.pop("model", None)
-        (tmp_path / f"{name}.json").write_text(json.dumps(content if whose is None else {**content, "model": whose}))
+    ours = Store(made / "runs").outcomes()[0].spec.model
+    others = {**ours, "model": "vit", "weights": "0123"}
+    for name, whose in {"same": ours, "other": others, "silent": {}}.items():
+        figure(name, title=name, origin=whose).save(tmp_path)
     page = tmp_path / "page.html"
     assert main(["report", str(made / "runs"), "-o", str(page), "--figures", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "other.json: left out: it is of another model (vit, weights 0123) than the runs (bundled" in out
-    assert "silent.json: does not say of which model it is" in out and "same.json" not in out and "2 figures" in out
+    assert "other: left out, because it is of another model (vit, weights 0123) than the runs (bundled" in out
+    assert "silent: left out, because it is of another model" in out and "1 figures" in out
     text = page.read_text()
-    assert "<h2>same</h2>" in text and "<h2>silent</h2>" in text and "<h2>other</h2>" not in text
+    assert "<h2>same</h2>" in text and "<h2>other</h2>" not in text
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
@@ -162,30 +159,9 @@ def test_a_browser_shows_the_report(made):
     assert found
     report = json.loads(found[1])
     assert len(report["sizes"]) == 2 + 3 + 2 and all(width > 100 and height > 50 for width, height in report["sizes"])
-    assert len(report["pictures"]) == 2 and min(report["pictures"]) > 20
+    assert len(report["bitmaps"]) == 2 and min(report["bitmaps"]) > 20
     assert report["inks"][0] != report["inks"][1], "the figures' ink follows the page's colours"
     assert report["tooWide"] <= 0
-
-
-def test_a_scene_is_of_ones_own_pictures(tmp_path):
-    from acclimate.analysis.scene import Scene
-
-    with pytest.raises(InputError, match="The bundled images are not for"):
-        Scene.open("vit_tiny_patch16_224")
-    with pytest.raises(InputError, match="holds no pictures"):
-        Scene.open(pictures=tmp_path)
-    rng = np.random.default_rng(0)
-    for i in range(5):
-        (tmp_path / f"{i % 2}").mkdir(exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (40, 30, 3), np.uint8)).save(tmp_path / f"{i % 2}" / f"{i}.png")
-    scene = Scene.open(pictures=tmp_path)
-    assert scene.batch(count=4).shape == (4, 3, 28, 28) and scene.labelled and scene.severity == 5
-    assert scene.images.labels.tolist() == [0, 0, 0, 1, 1]
-    assert not Scene.open(pictures=tmp_path / "0").labelled
-    before = {name: tensor.clone() for name, tensor in scene.source.state_dict().items()}
-    adapter = scene.adapted("tent", "fog", lr=0.1)
-    assert adapter.record.drift > 0
-    assert all(np.array_equal(before[name], tensor) for name, tensor in scene.source.state_dict().items())
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):

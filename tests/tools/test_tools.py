@@ -141,7 +141,7 @@ def test_the_comparison_puts_its_tables_between_its_marks(tmp_path, monkeypatch)
     call(tool("compare_bundled"), monkeypatch, "--settings", "bs1,mixed", *few)
     text = page.read_text()
     assert "old" not in text and text.index("<!-- end of bs1 -->") < text.index("How to read it.") < text.index("## mixed")
-    assert text.count("| method | fog | mean | 2nd half |") == 2 and "- stream: bs1, batches of 1" in text
+    assert text.count("| method | fog | mean | second half | over source |") == 2 and "- stream: bs1, batches of 1" in text
     summary = text.partition("<!-- means -->")[2]
     assert "| method | bs1 | mixed |" in summary and summary.count("\n| ") == 3
     specs = [json.loads(path.read_text())["spec"] for path in (tmp_path / "runs").glob("roid*/result.json")]
@@ -168,4 +168,4 @@ def test_the_check_on_photographs_writes_its_table(tmp_path, monkeypatch, capsys
     call(script, monkeypatch, "--assets", tmp_path, *options)
     assert "| method | fog | contr | mean |" in capsys.readouterr().out
     specs = [json.loads(path.read_text())["spec"] for path in (tmp_path / "runs").glob("*/result.json")]
-    assert [spec["data"][0]["corruption"]["constants"] for spec in specs] == ["imagenet-c"] * 2
+    assert [spec["preprocessing"][0]["corruption constants"] for spec in specs] == ["imagenet-c"] * 2

@@ -15,7 +15,7 @@ from ..core.adapter import Adapter
 from ..data.corruptions import Integers
 from ..errors import ConfigError, InputError
 from ..methods.dct import DCT
-from ..models.surgery import tap
+from ..models.surgery import capture
 from .attention import passing, vit_of
 from .intervals import Floats, Interval, paired
 
@@ -69,13 +69,13 @@ def embed(
     before = {block: vit.blocks[block].norm1 for block in blocks}
     tokens: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     made: dict[tuple[int, str], list[Tensor]] = {(block, part): [] for block in blocks for part in PARTS}
-    with passing(model) as run, tap([*after.values(), *before.values()]) as seen:
+    with passing(model) as run, capture([*after.values(), *before.values()]) as seen:
         for part in images.split(PASSED):
             run(part)
             for layer, module in after.items():
-                tokens[layer].append(_kept(seen[module].entered if layer == depth else seen[module].left[:, 0]))
+                tokens[layer].append(_kept(seen[module].inputs if layer == depth else seen[module].outputs[:, 0]))
             for block, norm in before.items():
-                for name, vectors in _conditioners(adapter, block, seen[norm].left[:, 0]).items():
+                for name, vectors in _conditioners(adapter, block, seen[norm].outputs[:, 0]).items():
                     made[block, name].append(_kept(vectors))
             seen.clear()
     return Embedding(

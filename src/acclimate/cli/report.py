@@ -69,7 +69,7 @@ def _of_model(saved: list[SavedFigure], grid: Grid) -> list[SavedFigure]:
         if any(figure.shows(model) for model in models):
             kept.append(figure)
             continue
-        whose = f"{figure.origin.get('name')}, weights {figure.origin.get('weights')}"
+        whose = f"{figure.origin.get('model')}, weights {figure.origin.get('weights')}"
         print(
             f"{figure.name}: left out, because it is of another model ({whose}) than the runs ({grid.model}, weights "
             f"{models[0]['weights']})."

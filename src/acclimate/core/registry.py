@@ -132,14 +132,15 @@ def _run_file(path: Path, module_name: str) -> list[str]:
     return [name for name in list_methods() if name not in known]
 
 
-def files_read() -> list[Path]:
-    """Return the Python files that were read, for a process that has to know the same methods."""
-    return list(_FILES)
+def method_file(cls: type[Method]) -> Path | None:
+    """Return the file that a method was read from; None for a method that is part of a package."""
+    return next((path for path, read in _FILES.items() if cls.name in read.names), None)
 
 
 def code_digest(cls: type[Method]) -> str | None:
     """Return a digest of the file that a method was read from; None for a method that is part of a package."""
-    return next((read.digest for read in _FILES.values() if cls.name in read.names), None)
+    path = method_file(cls)
+    return None if path is None else _FILES[path].digest
 
 
 _loading = threading.RLock()

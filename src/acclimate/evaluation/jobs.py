@@ -15,7 +15,7 @@ from torch import nn
 from ..core.adapt import adapt
 from ..core.adapter import Record
 from ..core.method import Method
-from ..core.registry import files_read, read_file
+from ..core.registry import method_file, read_file
 from ..core.statistics import SourceStatistics
 from ..data.domains import Domain
 from ..data.streams import Stream
@@ -116,7 +116,12 @@ def pack(model: nn.Module, grid: list[Job], store: Store, protocol: Protocol) ->
         ) from error
     finally:
         model.to(device)
-    return Payload(content, device.type, torch.get_num_threads(), tuple(map(str, files_read())))
+    return Payload(
+        content,
+        device.type,
+        torch.get_num_threads(),
+        tuple({str(file) for job in grid if (file := method_file(job.method)) is not None}),
+    )
 
 
 class Worker:

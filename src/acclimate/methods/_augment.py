@@ -23,7 +23,7 @@ def uniform(low: float, high: float, rng: torch.Generator) -> float:
     return low + (high - low) * float(torch.rand((), generator=rng, dtype=torch.float64))
 
 
-def whole(low: int, high: int, rng: torch.Generator) -> int:
+def random_integer(low: int, high: int, rng: torch.Generator) -> int:
     """Draw one of the integers low, ..., high with equal probability."""
     return int(torch.randint(low, high + 1, (), generator=rng))
 
@@ -93,7 +93,7 @@ def resized_crop(
         if 0 < wide <= width and 0 < high <= height:
             h, w = high, wide
             break
-    top, left = whole(0, height - h, rng), whole(0, width - w, rng)
+    top, left = random_integer(0, height - h, rng), random_integer(0, width - w, rng)
     return F.resized_crop(pixels, top, left, h, w, [height, width], interpolation, antialias=True)
 
 
@@ -109,8 +109,8 @@ def augmix(image: Tensor, rng: torch.Generator) -> Tensor:
     mixed = torch.zeros_like(x)
     for weight in (weights / weights.sum()).tolist():
         link = x.to(torch.uint8)
-        for _ in range(whole(1, 3, rng)):
-            link = OPERATIONS[whole(0, len(OPERATIONS) - 1, rng)](link, rng)
+        for _ in range(random_integer(1, 3, rng)):
+            link = OPERATIONS[random_integer(0, len(OPERATIONS) - 1, rng)](link, rng)
         mixed = mixed + weight * link
     share = uniform(0, 1, rng)
     return (share * x + (1 - share) * mixed)[0] / 255
@@ -182,8 +182,8 @@ def views_of_each(
 
     Every image has its own random numbers, which do not depend on the division of the batch.
     """
-    places, total = engine.ranks.positions(images)
-    seeds = torch.randint(2**62, (total,), generator=engine.rng)[places].tolist()
+    positions, total = engine.ranks.positions(images)
+    seeds = torch.randint(2**62, (total,), generator=engine.rng)[positions].tolist()
     made = [images.new_zeros(0, len(makers), *images.shape[1:])]
     for image, seed in zip(engine.to_pixels(images), seeds):
         rng = torch.Generator().manual_seed(seed)

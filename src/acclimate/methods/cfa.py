@@ -98,9 +98,9 @@ class CFA(Tent):
         everybody = engine.ranks.gather(features), engine.ranks.gather(logits)
         require_finite(*everybody)
         loss, slopes = self.slopes(*everybody, engine)
-        places, count = engine.ranks.positions(images)
+        positions, count = engine.ranks.positions(images)
         # the engine takes the mean over the samples, but the chain rule needs the sum
-        mine = count * slopes[places.to(slopes.device)]
+        mine = count * slopes[positions.to(slopes.device)]
         engine.gradient(images, along, extras=(mine,), forward=lambda images, _: engine.forward_features(images))
         self.shorten(engine)
         engine.adapted.update()

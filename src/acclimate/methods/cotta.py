@@ -114,15 +114,15 @@ class CoTTA(Method):
 
     def mean_over_views(self, images: Tensor, engine: Engine) -> Tensor:
         """Return the logits of the teacher, averaged over augmented views."""
-        places, total = engine.ranks.positions(images)
+        positions, total = engine.ranks.positions(images)
         mean = torch.zeros((), device=images.device)
         for _ in range(self.views):
-            mean = mean + self.teacher.predict(self.view(images, engine, places, total), engine) / self.views
+            mean = mean + self.teacher.predict(self.view(images, engine, positions, total), engine) / self.views
         return mean
 
-    def view(self, images: Tensor, engine: Engine, places: Tensor, total: int) -> Tensor:
+    def view(self, images: Tensor, engine: Engine, positions: Tensor, total: int) -> Tensor:
         """Return one augmented view of each image."""
-        return noisy_view(images, torch.randn(total, *images.shape[1:], generator=engine.rng)[places], engine)
+        return noisy_view(images, torch.randn(total, *images.shape[1:], generator=engine.rng)[positions], engine)
 
     @torch.no_grad()
     def restore_some(self, engine: Engine) -> None:

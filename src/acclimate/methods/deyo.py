@@ -101,9 +101,9 @@ class DeYO(LeadingNorms):
 
     def orders(self, images: Tensor, engine: Engine) -> Tensor:
         """Draw an order of the patches for each image, (batch, grid * grid)."""
-        places, count = engine.ranks.positions(images)
+        positions, count = engine.ranks.positions(images)
         keys = torch.rand(count, self.grid**2, generator=engine.rng)
-        return keys.argsort(-1).to(images.device)[places.to(images.device)]
+        return keys.argsort(-1).to(images.device)[positions.to(images.device)]
 
 
 def difference(logits: Tensor, shuffled: Tensor) -> Tensor:

@@ -99,8 +99,8 @@ class MEMO(Method):
             for _ in range(self.iterations):
                 losses.append(self.learn(self.augmented(image, engine), engine))
             logits.append(engine.predict(image[None]))
-        places, total = engine.ranks.positions(images)
-        return Step(torch.cat(logits)[places], used=total, loss=sum(losses) / len(losses))
+        positions, total = engine.ranks.positions(images)
+        return Step(torch.cat(logits)[positions], used=total, loss=sum(losses) / len(losses))
 
     def augmented(self, image: Tensor, engine: Engine) -> Tensor:
         """Return the augmented views of one image."""

@@ -131,12 +131,12 @@ class ROID(Method):
         weights, kept = self.weights(everybody)
         if not weights.isfinite().all():
             raise NonFiniteError("the weights of this batch are not finite; no update was applied.")
-        places, total = engine.ranks.positions(images)
-        mine = kept[places]
+        positions, total = engine.ranks.positions(images)
+        mine = kept[positions]
         pairs = torch.stack([images[mine], self.augmented(images, mine, engine)], dim=1)
         # the engine divides by the number of kept samples, the paper by the number of all samples
         divisor = int(engine.batch_size) if self.reference else total
-        share = weights[places][mine] * (int(kept.sum()) / divisor)
+        share = weights[positions][mine] * (int(kept.sum()) / divisor)
         result = engine.gradient(pairs, likelihood_ratio_and_consistency, extras=[share])
         self.remember(everybody)
         engine.adapted.update()

@@ -125,12 +125,12 @@ class SPA(Siamese):
 
     def draw(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor]:
         """Draw noise, the same for all images, and the low frequencies that each image and channel keeps."""
-        places, count = engine.ranks.positions(images)
+        positions, count = engine.ranks.positions(images)
         channels, *size = images.shape[1:]
         top, left = low_frequencies(size, self.low_frequencies)
         noise = torch.randn(channels, *size, generator=engine.rng)
         keep = torch.rand(count, channels, 2 * top, 2 * left, generator=engine.rng) >= self.dropped_frequencies
-        return noise.to(images), keep[places.cpu()].to(images.device)
+        return noise.to(images), keep[positions.cpu()].to(images.device)
 
     def clip(self, images: Tensor, engine: Engine) -> Tensor:
         """Clip images to the range of pixels, or with `reference` to [-1, 1]."""

@@ -146,25 +146,25 @@ class PromptedBlock(nn.Module):
         return torch.cat([out[:, :1], out[:, 1 + self.dropped :]], dim=1) if self.dropped else out
 
 
-class Passage(NamedTuple):
+class Captured(NamedTuple):
     """The input and the output of a module."""
 
-    entered: Tensor
-    left: Any
+    inputs: Tensor
+    outputs: Any
 
 
 @contextmanager
-def tap(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Passage]]:
+def capture(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Captured]]:
     """Let the block read the latest inputs and outputs of these modules, in a dictionary by module.
 
     Only passes in this thread are stored, because other threads pass other samples through the same modules.
     """
-    seen: dict[nn.Module, Passage] = {}
+    seen: dict[nn.Module, Captured] = {}
     here = threading.get_ident()
 
     def look(module: nn.Module, args: tuple[Tensor, ...], out: Any) -> None:
         if threading.get_ident() == here:
-            seen[module] = Passage(args[0], out)
+            seen[module] = Captured(args[0], out)
 
     hooks = [module.register_forward_hook(look) for module in modules]
     try:

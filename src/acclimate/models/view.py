@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, ModelError
-from .surgery import ClassTokenBlock, OpenAttention, PromptedBlock, tap
+from .surgery import ClassTokenBlock, OpenAttention, PromptedBlock, capture
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
 
@@ -138,9 +138,9 @@ class ViT:
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features that enter the head, (batch, width), and the logits."""
-        with tap([self.head]) as seen:
+        with capture([self.head]) as seen:
             logits = self.logits(images)
-        return seen[self.head].entered, logits
+        return seen[self.head].inputs, logits
 
     def class_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the class tokens after all blocks, concatenated, and the logits.
@@ -149,10 +149,10 @@ class ViT:
         what enters the head.
         """
         norms = [block.norm1 for block in self.blocks[1:]]
-        with tap([*norms, self.head]) as seen:
+        with capture([*norms, self.head]) as seen:
             logits = self.logits(images)
-        tokens = [seen[norm].left[:, 0] for norm in norms]
-        return torch.cat([*tokens, seen[self.head].entered], dim=1), logits
+        tokens = [seen[norm].outputs[:, 0] for norm in norms]
+        return torch.cat([*tokens, seen[self.head].inputs], dim=1), logits
 
     @property
     def class_tokens_width(self) -> int:
@@ -168,8 +168,8 @@ class ViT:
         """Insert prompts, (count, width), after the class token of the input of given blocks.
 
         Prompts stay in the sequence up to the next block that has its own, and never reach the head. Call this method once,
-        before `shorten`. Set `read` if the outputs of the prompts will be read, for example by `tap`: then the last block is
-        not shortened.
+        before `shorten`. Set `read` if the outputs of the prompts will be read, for example by `capture`. The last block is
+        not shortened then.
         """
         self._read = read
         count = 0

@@ -20,6 +20,7 @@ from acclimate.data.disk import Files
 from acclimate.data.domains import Corrupted, Subset
 from acclimate.data.preprocess import Preprocess
 from acclimate.errors import ConfigError, InputError, StateError
+from acclimate.evaluation.grid import Execution
 from acclimate.methods.dda import unet
 from acclimate.methods.dda.denoisers import Gaussian, open_denoiser
 from acclimate.methods.dda.folder import PairedDomain, generate_folder
@@ -290,7 +291,7 @@ def test_a_generated_image_stands_beside_its_own(trees):
         pair = PairedDomain(files(trees), trees / folder).load(np.array([1, 0]))
         assert pair.shape == (2, 2, 3, 16, 16)
         assert pair.flatten(2).mean(2).round().tolist() == [[10, 110], [0, 100]]
-    sample = PairedDomain(Subset(files(trees), 1), trees / "out")
+    sample = PairedDomain(Subset.sample(files(trees), 1), trees / "out")
     (shown,) = sample.load(np.array([0])).flatten(2).mean(2).round().tolist()
     assert shown[1] == shown[0] + 100 and len(sample.labels) == 1
 
@@ -314,7 +315,7 @@ def test_generated_images_that_are_not_there(trees):
     with pytest.raises(ConfigError, match="`acclimate corrupt`"):
         PairedDomain(files(trees, corruption=Corruption("fog", 5)), trees / "out")
     with pytest.raises(ConfigError, match="not a folder of image files"):
-        PairedDomain(Corrupted(bundled.images().sample(4), mean=bundled.MEAN, std=bundled.STD), trees / "out")
+        PairedDomain(Corrupted(bundled.images(), mean=bundled.MEAN, std=bundled.STD), trees / "out")
 
 
 def test_the_bench_shows_dda_the_generated_images_and_others_the_originals(trees):
@@ -322,10 +323,10 @@ def test_the_bench_shows_dda_the_generated_images_and_others_the_originals(trees
     for ensemble in ("none", "sum"):
         source, dda = results = acclimate.bench(
             model, [data], methods=["source", ("dda", {"generated": str(trees / "out"), "ensemble": ensemble})],
-            store=trees / "runs", threads=1,
+            out=trees / "runs", execution=Execution(threads=1),
         )  # fmt: skip
-        assert source.spec.order == dda.spec.order and "generated" in dda.spec.data[0]
-        assert "generated" not in source.spec.data[0]
+        assert source.spec.order == dda.spec.order and source.spec.data == dda.spec.data
+        assert "shown" in dda.spec.config and "shown" not in source.spec.config
         assert "dda" in results.table()  # both met the same images
         images = PairedDomain(data, trees / "out").load(np.array([0, 1]))
         with torch.no_grad():
@@ -341,22 +342,22 @@ def test_the_bench_shows_dda_the_generated_images_and_others_the_originals(trees
 def test_the_bundled_denoiser_takes_noise_away():
     net = open_denoiser("bundled")
     assert bundled.DENOISER.stat().st_size < 2**20
-    clean = Corrupted(bundled.images().sample(16), mean=bundled.MEAN, std=bundled.STD).load(np.arange(16))
+    clean = Corrupted(bundled.images(), mean=bundled.MEAN, std=bundled.STD).load(np.arange(16))
     noise, step = torch.randn(clean.shape, generator=torch.Generator().manual_seed(0)), 200
-    seen = Schedule().new_image((noisy := Schedule().noised(clean, step, noise)), step, net(noisy, torch.full((16,), step)))
+    seen = Schedule().image((noisy := Schedule().noised(clean, step, noise)), step, net(noisy, torch.full((16,), step)))
     assert (seen - clean).square().mean() < 0.1 * (noisy - clean).square().mean()
 
 
 def test_the_bench_knows_the_bundled_denoiser():
     quick = dict(steps=10, start=1)
-    (outcome,) = acclimate.bench(methods=[("dda", quick)], corruptions=["fog"], images=4, store=None)
+    (outcome,) = acclimate.bench(methods=[("dda", quick)], corruptions=["fog"], images=4, out=None)
     assert outcome.spec.config["denoiser"] == "bundled" and outcome.result.top1 >= 0
 
 
 def test_a_run_is_another_one_with_other_weights_in_the_same_file(photos):
     def run():
         how = {"denoiser": str(photos / "net.safetensors"), "steps": 10, "start": 1}
-        (outcome,) = acclimate.bench(methods=[("dda", how)], corruptions=["fog"], images=2, store=photos / "runs")
+        (outcome,) = acclimate.bench(methods=[("dda", how)], corruptions=["fog"], images=2, out=photos / "runs")
         return outcome
 
     first = run()

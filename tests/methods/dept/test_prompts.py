@@ -16,6 +16,7 @@ from acclimate.data.domains import Corrupted
 from acclimate.errors import ConfigError, InputError, ModelError, StateError
 from acclimate.methods.dept.network import Sizes
 from acclimate.methods.dept.training import PromptRecipe, train_prompts
+from acclimate.models.loading import CATALOGUE, SourceModel
 from coloured import COLOURS, MEAN, STD, Interrupting, domain, new_images, same, write_folder
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -107,7 +108,8 @@ def test_what_cannot_be_trained_is_refused(tmp_path):
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     root = write_folder(tmp_path / "photos")
-    monkeypatch.setattr("acclimate.models.loading.load_model", lambda name, weights=None: plain())
+    mine = SourceModel("mine", plain)
+    monkeypatch.setitem(CATALOGUE, "mine", lambda: mine)
     out = tmp_path / "p.safetensors"
     sizes = ["--stages", "2", "--prompts", "2", "--hidden", "8", "--bottleneck", "4", "--outputs", "6"]
     given = ["train-prompts", "--model", "mine", "--data", "folder", "--root", str(root), "--out", str(out), "--epochs", "1"]

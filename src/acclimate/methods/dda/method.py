@@ -136,9 +136,9 @@ class DDA(Method):
         if self.generated is not None:
             return Step(self._together(images, engine))
         rng = _copy(engine.rng)
-        places, total = engine.ranks.positions(images)
+        positions, total = engine.ranks.positions(images)
         seeds = _drawn(total, rng)
-        logits = self._logits(images, [seeds[i] for i in places.tolist()], engine, engine.ranks.gather)
+        logits = self._logits(images, [seeds[i] for i in positions.tolist()], engine, engine.ranks.gather)
         engine.rng.set_state(rng.get_state())
         return Step(logits)
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...core.statistics import Statistic
 from ...errors import ConfigError, require_whole
-from ...models.surgery import tap
+from ...models.surgery import capture
 from ...models.view import ViT
 
 CENTRE = 0.9  # share of the centre that stays at each step, as in DINO
@@ -109,9 +109,9 @@ class Prompted(nn.Module):
         (batch, stages, outputs), are computed from the mean of the prompts of each stage at its end.
         """
         ends = [vit.blocks[start - 1].module for start in (*self.starts[1:], len(vit.blocks))]
-        with tap(ends) as seen:
+        with capture(ends) as seen:
             logits, features = forward(images)
-        means = [seen[end].left[:, 1 : 1 + self.sizes.prompts].mean(1) for end in ends]
+        means = [seen[end].outputs[:, 1 : 1 + self.sizes.prompts].mean(1) for end in ends]
         return logits, features, self.dino[-1](features), torch.stack([d(m) for d, m in zip(self.dino, means)], dim=1)
 
 

@@ -49,7 +49,7 @@ def _cotta(recording: Recording) -> Result:
                 raise ValueError(f"another choice between views and none at step {self.calls}")
             return unsure
 
-        def view(self, images: Tensor, engine: Engine, places: Tensor, total: int) -> Tensor:
+        def view(self, images: Tensor, engine: Engine, positions: Tensor, total: int) -> Tensor:
             self.shown += 1
             return recording.tensors[f"extra/aug/{self.calls}/{self.shown - 1}"]
 
@@ -160,8 +160,8 @@ def _rotta(recording: Recording) -> Result:
     class Recorded(RoTTA):
         """RoTTA with the recorded view of each sample."""
 
-        def augmented(self, images: Tensor, places: Tensor, engine: Engine) -> Tensor:
-            numbers = self.arrivals[places].tolist()
+        def augmented(self, images: Tensor, positions: Tensor, engine: Engine) -> Tensor:
+            numbers = self.arrivals[positions].tolist()
             return torch.stack([recording.tensors[f"extra/aug/{n // batch}"][n % batch] for n in numbers])
 
         def learn(self, engine: Engine) -> tuple[int, float]:
