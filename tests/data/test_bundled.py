@@ -139,7 +139,7 @@ def test_bench_prints_a_table_and_keeps_the_results(tmp_path, capsys, monkeypatc
         assert word in first
     results = list(tmp_path.glob("*/result.json"))
     assert len(results) == 4
-    assert json.loads(results[0].read_text())["spec"]["data"][0]["corruption"]["constants"] == "imagenet-c"
+    assert json.loads(results[0].read_text())["spec"]["preprocessing"][0]["corruption constants"] == "imagenet-c"
     assert main([*QUICK, "--out", str(tmp_path)]) == 0
     second = capsys.readouterr().out
     assert "4 of 4 were found" in " ".join(second.split())
