@@ -71,3 +71,8 @@ def shared_golden() -> list[Path]:
     """Return the recordings beside the project, or in the folder that ACCLIMATE_GOLDEN names; they are not part of it."""
     folder = Path(os.environ.get("ACCLIMATE_GOLDEN", SHARED / "golden"))
     return sorted(folder.glob("*.safetensors"))
+
+
+def trials(count: int) -> int:
+    """Return a number of random trials, which the environment variable ACCLIMATE_FUZZ multiplies."""
+    return count * int(os.environ.get("ACCLIMATE_FUZZ", "1"))

@@ -50,11 +50,17 @@ def require_between(low: float, high: float, *, optional: bool = False, **option
             raise ConfigError(f"{name}={value!r}: give {limits}.")
 
 
-def require_whole(least: int, **options: object) -> None:
-    """Refuse options that are not whole numbers of at least `least`. Integers of numpy are accepted."""
+def require_whole(least: int, *, most: float = math.inf, optional: bool = False, **options: object) -> None:
+    """Refuse options that are not whole numbers from `least` to `most`. None is accepted if they are `optional`.
+
+    Integers of numpy are accepted.
+    """
     for name, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-            raise ConfigError(f"{name}={value!r}: give a whole number of {least} or more.")
+        if value is None and optional:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
+            limits = f"of {least} or more" if math.isinf(most) else f"from {least} to {most}"
+            raise ConfigError(f"{name}={value!r}: give a whole number {limits}.")
 
 
 def suggest(name: str, known: Iterable[str], cutoff: float) -> str:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import wraps
 from os import PathLike
-from typing import Any
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 
 from .. import __version__
 from ..errors import ConfigError, InputError, ModelError, NonFiniteError, StateError
 from ..models.fingerprint import fingerprint, require_same
 from ..models.normalisation import model_normalisation, unknown_normalisation
+from ..models.view import require_supported
 from . import statefile
 from .digests import digest_bytes
-from .engine import Engine, entropy
+from .engine import Engine, entropy, require_finite
 from .method import Method, Setup, Step
 from .options import COST_ONLY, Options
 from .ranks import Ranks, SingleProcess
@@ -30,6 +36,7 @@ from .state import Snapshot, State
 from .statistics import SourceStatistics, require_statistics
 from .wrapping import WrappedModel
 
+_ADAPTERS: weakref.WeakSet[Adapter] = weakref.WeakSet()
 _FROZEN: ContextVar[frozenset[int]] = ContextVar("frozen", default=frozenset())  # ids of adapters, per thread
 
 
@@ -46,6 +53,62 @@ class Record:
     drift: float  # distance from the source parameters, divided by their norm
     event: str | None  # "recovered", "skipped: ...", "rolled back: ...", "frozen: ..."
     milliseconds: float
+
+
+class Before(NamedTuple):
+    """What a call of an adapter may change, from before the call."""
+
+    tensors: Snapshot
+    record: Record | None
+    last: Snapshot | None
+    good: Snapshot | None
+
+
+class Change:
+    """The change of an adapter that is under way.
+
+    It is a plain object, whose attributes are set by single instructions. An interrupt cannot divide these.
+    """
+
+    def __init__(self) -> None:
+        self.before: Before | None = None  # to return to, unless the change is completed
+        self.latest = 0  # the id of the newest `Before`
+        self.running = False
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def all_or_nothing(call: Callable[Concatenate[Adapter, P], T]) -> Callable[Concatenate[Adapter, P], T]:
+    """Let a call of an adapter change its state either completely or, whatever is raised and wherever, not at all.
+
+    If the recovery itself is interrupted, the next call of the adapter completes it.
+    """
+
+    @wraps(call)
+    def whole(self: Adapter, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        gradients = torch.is_grad_enabled()
+        before = None
+        try:
+            with self._alone():
+                change = self._change
+                before = Before(self.state.capture(), self.record, self._last, self._good)
+                change.latest = id(before)
+                change.before = before
+                change.running = True
+                try:
+                    result = call(self, *args, **kwargs)
+                    change.before = None
+                finally:
+                    change.running = False
+            return result
+        except BaseException:
+            torch.set_grad_enabled(gradients)  # an interrupt may prevent that torch.no_grad() ends
+            self._undo(before)
+            raise
+
+    return whole
 
 
 class Adapter(nn.Module):
@@ -79,7 +142,8 @@ class Adapter(nn.Module):
             self.record: Record | None = None
             self._options = options.header(self.engine.classes)
             self._lock = threading.RLock()
-            self._unwrapped = False
+            self._change = Change()
+            self._stage = "wrapped"  # then "unwrapping" and "unwrapped"
             adapted = self.engine.adapted.tensors
             self._after = options.predict == "after" and bool(adapted) and not method.info.predicts_after
             self._learns = bool(adapted) or any(True for _ in method.buffers())
@@ -88,11 +152,12 @@ class Adapter(nn.Module):
             self._good: Snapshot | None = None  # of the guard, from before any collapse
             if isinstance(ranks, Ranks):
                 self._require_equal(ranks)
+            wrapped.learn_only(adapted, method)
+            wrapped.claim(self)
+            _ADAPTERS.add(self)
         except BaseException:
             wrapped.give_back()
             raise
-        wrapped.learn_only(adapted, method)
-        wrapped.claim(self)
 
     def _attached(
         self, method: Method, options: Options, statistics: SourceStatistics | None, ranks: SingleProcess
@@ -110,6 +175,7 @@ class Adapter(nn.Module):
             name = method.name or type(method).__name__
             statistics = require_statistics(statistics, name, needs, model, self._fingerprint)
             self._source_about = statistics.about
+        self._require_type(vit.dtype, method, options.precision)
         rng = torch.Generator().manual_seed(options.seed)
         adapted = list(method.attach(vit, Setup(rng, statistics if needs else None)))
         vit.shorten()
@@ -125,6 +191,21 @@ class Adapter(nn.Module):
             rng=rng,
             ranks=ranks,
         )
+
+    def _require_type(self, dtype: torch.dtype, method: Method, precision: str) -> None:
+        """Refuse weights of a type that the method or the precision cannot handle."""
+        model = self._wrapped.model
+        require_supported(
+            model,
+            method.info.float16 or dtype is not torch.float16,
+            "Adam divides by averages of squared gradients, which are too small for weights in float16. Convert it with "
+            'model.bfloat16() or model.float(); precision="float16" then passes images in float16',
+        )
+        if {str(dtype), f"torch.{precision}"} == {"torch.bfloat16", "torch.float16"}:
+            raise ConfigError(
+                f"precision={precision!r}: the weights of this model are {dtype}, which torch does not "
+                f"mix with {precision}. Leave out precision=, or convert the model with model.float()."
+            )
 
     def _require_equal(self, ranks: Ranks) -> None:
         """Refuse ranks that would compute different results from the same batches."""
@@ -150,22 +231,47 @@ class Adapter(nn.Module):
         return self.state.steps
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Let one thread at a time into the block, with inference mode disabled."""
-        with self._lock, torch.inference_mode(False):
-            if self._unwrapped:
+    def _alone(self, stage: str = "wrapped") -> Iterator[None]:
+        """Let one thread at a time into the block, without the caller's inference mode and autocast."""
+        device = self.engine.vit.device.type
+        with self._lock, torch.inference_mode(False), torch.autocast(device, enabled=False):
+            if self._stage == "unwrapped":
                 raise StateError("This adapter was unwrapped; wrap the model again with acclimate.adapt().")
+            if self._stage == "unwrapping" and stage != "unwrapping":
+                raise StateError("unwrap() was interrupted: call it again.")
+            if not self._change.running:
+                self._recover()
             yield
+
+    def _undo(self, before: Before | None) -> None:
+        """Return to the state from before a call that failed, unless another thread has made a call since."""
+        with self._lock, torch.inference_mode(False):
+            if before is not None and self._change.latest == id(before):
+                self._change.before = before
+            self._recover()
+
+    def _recover(self) -> None:
+        """Undo a change that was begun and not completed. This can be interrupted and repeated."""
+        before = self._change.before
+        if before is None:
+            self.engine.adapted.use_own()  # an interrupted prediction changes nothing else
+            return
+        self.engine.tidy()
+        self.state.apply(before.tensors)
+        self.record, self._last, self._good = before.record, before.last, before.good
+        self._change.before = None
 
     # ---- predict and adapt ------------------------------------------------------------------------------------
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of a batch, (batch, classes), and adapt the model to the batch unless it is frozen."""
+        """Return the logits of a batch, (batch, classes), and adapt the model to the batch unless it is frozen.
+
+        Whatever is raised, the adapter then has the state from before the call.
+        """
+        if id(self) not in _FROZEN.get():
+            return self._adapt(images)
         with self._alone():
-            if id(self) in _FROZEN.get():
-                return self.method.predict(self._checked(images), self.engine)
-            with self.engine.ranks.together():
-                return self._adapt(self._checked(images))
+            return self.method.predict(self._checked(images), self.engine)
 
     def _checked(self, images: Tensor) -> Tensor:
         """Return the images as the model takes them, or raise an error that explains why they cannot be used."""
@@ -187,47 +293,48 @@ class Adapter(nn.Module):
             return check(images)
         return check(images.new_zeros(1, *images.shape[1:]))[:0]
 
+    @all_or_nothing
     def _adapt(self, images: Tensor) -> Tensor:
         """Predict a batch, adapt to it, let the guard check the step, and store its record."""
         start = time.perf_counter()
         adapted, state = self.engine.adapted, self.state
-        samples = self.engine.ranks.start(len(images), int(state.steps), adapted.drift())
-        step, logits = self._step(images, samples)
-        state.steps += 1
-        drift = adapted.drift()
-        if logits.isfinite().all():
-            event = self._watch(images, step.logits, logits, drift) or step.event
-        else:
-            event = step.event or "the logits are not finite"
-        self.record = Record(
-            step=int(state.steps),
-            samples=samples,
-            entropy=float(entropy(logits).mean()),
-            used=step.used,
-            loss=step.loss,
-            recovery=step.recovery,
-            drift=drift,
-            event=event,
-            milliseconds=1000 * (time.perf_counter() - start),
-        )
-        return step.logits
+        with self.engine.ranks.together():
+            images = self._checked(images)
+            adapted.require_gradients()
+            samples = self.engine.ranks.start(len(images), int(state.steps), adapted.drift())
+            step, logits = self._step(images, samples)
+            state.steps += 1
+            drift = adapted.drift()
+            if logits.isfinite().all():
+                event = self._watch(images, step.logits, logits, drift) or step.event
+            else:
+                event = step.event or "the logits are not finite"
+            self.record = Record(
+                step=int(state.steps),
+                samples=samples,
+                entropy=float(entropy(logits).mean()),
+                used=step.used,
+                loss=step.loss,
+                recovery=step.recovery,
+                drift=drift,
+                event=event,
+                milliseconds=1000 * (time.perf_counter() - start),
+            )
+            return step.logits
 
     def _step(self, images: Tensor, samples: int) -> tuple[Step, Tensor]:
         """Make a step, and return it with the logits of the whole batch.
 
-        The logits of the step itself may be only one rank's share of the batch.
+        The logits of the step itself may be only one rank's share of the batch. If the step makes a value infinite, it is
+        undone, and the logits are those of the state from before.
         """
         engine, method, state = self.engine, self.method, self.state
         if self.guard is not None and bool(self.guard.stopped):
             step = Step(method.predict(images, engine), event="frozen: the guard stopped adaptation")
             return step, engine.ranks.gather(step.logits)
-        size = int(state.batch_size)
-        # a copy is needed because the pass after the update may fail, or another rank
-        keep = self._after or engine.ranks.shared or not method.info.updates_once
-        before = state.capture() if keep else None
         try:
             with engine.ranks.together():
-                if size:
+                if int(state.batch_size):
                     state.follow(samples)
                 else:
                     state.start(samples)
@@ -235,16 +342,19 @@ class Adapter(nn.Module):
                 if self._after:
                     step.logits = method.predict(images, engine)
                 engine.micro_batches.kept_share.fill_(step.used / samples)
-                return step, engine.ranks.gather(step.logits)
-        except BaseException as error:
-            if size:
-                state.follow(size)
-            else:
-                state.start(0)
-            if before is not None:
-                state.apply({**before, "loss_scale": engine.loss_scale})  # keep the scale that an overflow has lowered
-            if self.guard is None or not isinstance(error, NonFiniteError):
+                logits = engine.ranks.gather(step.logits)
+                if self._learns:
+                    require_finite(logits)
+                engine.adapted.require_finite()
+                return step, logits
+        except NonFiniteError as error:
+            before = self._change.before
+            assert before is not None, "a step is made inside a change"
+            before.tensors["loss_scale"].copy_(engine.loss_scale)  # keep the scale that an overflow has lowered
+            if self.guard is None:
                 raise
+            engine.tidy()
+            state.apply(before.tensors)
             step = Step(method.predict(images, engine), event=f"skipped: {error}")
             return step, engine.ranks.gather(step.logits)
         finally:
@@ -306,23 +416,23 @@ class Adapter(nn.Module):
             self._last = self.state.capture()
             return self._last
 
+    @all_or_nothing
     def rollback(self, snapshot: Snapshot | None = None) -> None:
         """Return to a snapshot of this adapter, by default to the last one."""
-        with self._alone():
-            chosen = self._last if snapshot is None else snapshot
-            if chosen is None:
-                raise StateError("There is no snapshot to roll back to: call snapshot() first, or reset().")
-            self.state.require_fitting(chosen, "The snapshot", self.state.live())
-            self.state.apply(chosen)
-            self.record = None
-            if self._good is not None and int(self._good["steps"]) > int(self.steps):
-                self._good = None  # its steps are undone by this rollback
+        chosen = self._last if snapshot is None else snapshot
+        if chosen is None:
+            raise StateError("There is no snapshot to roll back to: call snapshot() first, or reset().")
+        self.state.require_fitting(chosen, "The snapshot", self.state.live())
+        self.state.apply(chosen)
+        self.record = None
+        if self._good is not None and int(self._good["steps"]) > int(self.steps):
+            self._good = None  # its steps are undone by this rollback
 
+    @all_or_nothing
     def reset(self) -> None:
         """Return to the state of the freshly wrapped model, bit for bit."""
-        with self._alone():
-            self.state.apply(self.state.initial)
-            self.record, self._last, self._good = None, None, None
+        self.state.apply(self.state.initial)
+        self.record, self._last, self._good = None, None, None
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the state to a safetensors file, from which `acclimate.load` can continue.
@@ -343,50 +453,64 @@ class Adapter(nn.Module):
                 "source": None if self._source_about is None else dict(self._source_about),
                 "versions": {"acclimate": __version__, "torch": torch.__version__, **self.engine.vit.version},
             }
-            parts = {"good": self._good or {}, "initial": self.state.beginning()}
-            more = {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
-            statefile.write(path, {**self.state.capture(), **self.state.constants(), **more}, header)
+            statefile.write(path, self._contents(), header)
+
+    def _contents(self) -> dict[str, Tensor]:
+        """Return copies of all tensors that are needed to continue in another adapter of the same model."""
+        constants = {name: tensor.clone() for name, tensor in self.state.constants().items()}
+        parts = {"good": self._good or {}, "initial": self.state.beginning()}
+        more = {f"{part}/{name}": tensor for part, tensors in parts.items() for name, tensor in tensors.items()}
+        return {**self.state.capture(), **constants, **more}
 
     def load(self, path: str | PathLike[str]) -> None:
         """Continue from a state file of the same model, method and options. After an error nothing has changed."""
         self.resume(path, *statefile.read(path))
 
+    @all_or_nothing
     def resume(self, path: str | PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
         """Continue from a state file that was already read. `path` is used in error messages."""
-        with self._alone():
-            check_model(path, header, self.model, self.fingerprint())
-            mine = {"method": self.method.name, **self.method.config, **self._options}
-            # an option that did not exist when the file was written has its default value
-            defaults = {name: p.default for name, p in self.method.options().items()}
-            theirs = {"method": header["method"], **defaults, **header["config"], **header["options"]}
-            differences = [
-                f"{key} is {theirs.get(key)!r} in the file, {mine.get(key)!r} here"
-                for key in sorted({*mine, *theirs} - COST_ONLY)
-                if _plain(mine.get(key)) != _plain(theirs.get(key))
-            ]
-            if differences:
-                raise StateError(f"{path} is of another run: {'; '.join(differences)}. Use acclimate.load(path, model).")
-            state = self.state
-            good, initial = (_below(tensors, part) for part in ("good/", "initial/"))
-            current = {name: t for name, t in tensors.items() if not name.startswith(("good/", "initial/"))}
-            state.require_fitting(current, str(path), {**state.live(), **state.constants()})
-            state.require_fitting(initial, str(path), state.beginning())
-            if good:
-                state.require_fitting(good, str(path), state.live())
-            state.apply(current)
-            for own, read in ((state.constants(), current), (state.beginning(), initial)):
-                for name, tensor in own.items():
-                    tensor.copy_(read[name])
-            self.engine.adapted.set_source(self.engine.adapted.source)
-            self._good = Snapshot(good) if good else None
-            self._last, self.record = None, None
+        check_model(path, header, self.model, self.fingerprint())
+        mine = {"method": self.method.name, **self.method.config, **self._options}
+        # an option that did not exist when the file was written has its default value
+        defaults = {name: p.default for name, p in self.method.options().items()}
+        theirs = {"method": header["method"], **defaults, **header["config"], **header["options"]}
+        differences = [
+            f"{key} is {theirs.get(key)!r} in the file, {mine.get(key)!r} here"
+            for key in sorted({*mine, *theirs} - COST_ONLY)
+            if _plain(mine.get(key)) != _plain(theirs.get(key))
+        ]
+        if differences:
+            raise StateError(f"{path} is of another run: {'; '.join(differences)}. Use acclimate.load(path, model).")
+        self._continue(str(path), tensors)
+
+    def _continue(self, what: str, tensors: Mapping[str, Tensor]) -> None:
+        """Check tensors as `_contents` returns them, and continue from them. `what` is used in error messages."""
+        state = self.state
+        good, initial = (_below(tensors, part) for part in ("good/", "initial/"))
+        current = {name: t for name, t in tensors.items() if not name.startswith(("good/", "initial/"))}
+        state.require_fitting(current, what, {**state.live(), **state.constants()})
+        state.require_fitting(initial, what, state.beginning())
+        if good:
+            state.require_fitting(good, what, state.live())
+        state.apply(current)
+        for own, read in ((state.constants(), current), (state.beginning(), initial)):
+            for name, tensor in own.items():
+                tensor.copy_(read[name])
+        self.engine.adapted.set_source(self.engine.adapted.source)
+        self._good = Snapshot(good) if good else None
+        self._last, self.record = None, None
 
     def unwrap(self) -> nn.Module:
-        """Return the original model, bit for bit. The adapter cannot be used afterwards."""
-        with self._alone():
+        """Return the original model, bit for bit. The adapter cannot be used afterwards.
+
+        If this call is interrupted, call it again.
+        """
+        with self._alone("unwrapping"):
+            self._stage = "unwrapping"
+            self.engine.tidy()
             self.engine.adapted.restore()
             self._wrapped.give_back()
-            self._unwrapped = True
+            self._stage = "unwrapped"
             return self.model
 
     def fingerprint(self) -> dict[str, str]:
@@ -399,28 +523,88 @@ class Adapter(nn.Module):
 
     # ---- torch.nn.Module --------------------------------------------------------------------------------------
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Adapter:
-        """Apply `fn` also to tensors that are neither parameters nor buffers, for to(), cuda() and half()."""
-        super()._apply(fn, recurse)
-        adapted = self.engine.adapted
-        adapted.source = [fn(tensor) for tensor in adapted.source]
-        if adapted.optimizer is not None:
-            for values in adapted.optimizer.state.values():
-                values.update({k: fn(v) for k, v in values.items() if isinstance(v, Tensor) and v.ndim})
-        return self
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return copies of the tensors that a state file contains: what adaptation changed, the optimizer, and counters.
+
+        The weights of the backbone are not included. `load_state_dict` takes this dictionary.
+        """
+        with self._alone():
+            found = {f"{prefix}{name}": tensor for name, tensor in self._contents().items()}
+        if destination is None:
+            return OrderedDict(found)
+        destination.update(found)
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Continue from what `state_dict` returned, in an adapter of the same model with the same method and options.
+
+        After an error nothing has changed.
+
+        Raises:
+            StateError: If the tensors are not exactly those of this adapter, for example if they are weights of a model.
+        """
+        if not strict or assign:
+            raise StateError("The state of an adapter is copied as a whole: leave out strict= and assign=.")
+        self._load_state(state_dict)
+        return IncompatibleKeys([], [])
+
+    @all_or_nothing
+    def _load_state(self, tensors: Mapping[str, Any]) -> None:
+        if "steps" not in tensors or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+            raise StateError(
+                "load_state_dict takes what state_dict() of an adapter returns. To load weights into the model, call "
+                "unwrap(), load them into the model that it returns, and wrap this model again with acclimate.adapt()."
+            )
+        self._continue("The state_dict", tensors)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Refuse to be loaded as a part of another module, which would load the parts of the adapter one by one."""
+        raise StateError("An adapter is a part of this module: call load_state_dict() of the adapter itself, or its load().")
+
+    def requires_grad_(self, requires_grad: bool = True) -> Adapter:
+        """Refuse to change which parameters learn."""
+        raise StateError(
+            "The method decides which parameters learn. To predict without adapting, use `with adapter.frozen():`; to get "
+            "the model back, call unwrap()."
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
+        """Apply `fn` to the whole state, for to(), cuda(), half() and double(). The fingerprint follows the new type."""
+        with self._alone():
+            vit = self.engine.vit
+            example = fn(vit.head.weight.detach()[:0])
+            require_supported(self.model, not example.is_meta, "on the device meta its weights would be lost")
+            self._require_type(example.dtype, self.method, self._options["precision"])
+            if example.dtype is not vit.dtype:
+                self._fingerprint = None
+            parts = [*self.method.modules(), *(self.guard.modules() if self.guard is not None else ())]
+            parts = [module for module in parts if not getattr(module, "of_the_models_type", False)]
+            remembered = [(module, name, buffer) for module in parts for name, buffer in module.named_buffers(recurse=False)]
+            with self._wrapped.converting(fn):
+                super()._apply(fn, recurse)
+            for module, name, buffer in remembered:  # is never rounded to less than float32
+                if buffer.is_floating_point():
+                    now = getattr(module, name)
+                    setattr(module, name, buffer.to(now.device, torch.promote_types(now.dtype, torch.float32)))
+            self.engine.adapted.convert(fn)
+            return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+        """Return what a copy needs. No copy is made in the middle of a step."""
+        with self._alone(self._stage):
+            return {name: value for name, value in self.__dict__.items() if name not in ("_lock", "_change")}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         super().__setstate__(values)
-        self._lock = threading.RLock()
+        self._lock, self._change = threading.RLock(), Change()
+        self.state.own()  # torch lets processes share the memory of tensors that are sent
         self._wrapped.claim(self)
+        _ADAPTERS.add(self)
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.engine.adapted.tensors)
         model = f"{self.engine.vit.family} {type(self.model).__name__}, {len(self.engine.vit.blocks)} blocks"
-        where = "unwrapped" if self._unwrapped else f"step {int(self.steps)}"
+        where = self._stage if self._stage != "wrapped" else f"step {int(self.steps)}"
         where += f"; {self.engine.ranks!r}" if self.engine.ranks.shared else ""
         return f"Adapter({self.method!r} on {model}; {count:,} parameters adapt; {where})"
 
@@ -431,6 +615,17 @@ def check_model(path: str | PathLike[str], header: Mapping[str, Any], model: nn.
     if not isinstance(theirs, Mapping) or "method" not in header:
         raise StateError(f"{path} is a file of acclimate's, but not the state of an adapter.")
     require_same(f"{path} is the state", theirs, model, mine)
+
+
+def _forked() -> None:
+    """Let a forked process use the adapters that it inherits. Another thread may have been inside of one."""
+    for adapter in list(_ADAPTERS):
+        adapter._lock = threading.RLock()
+        adapter._change.running = False
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

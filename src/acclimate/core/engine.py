@@ -15,7 +15,7 @@ An engine has four parts: the passes, which are defined here, the parameters tha
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, NonFiniteError
 from ..models.normalisation import Normalisation, unknown_normalisation
+from ..models.surgery import remove_captures
 from ..models.view import ViT, samples_interact
 from .microbatches import MicroBatches, Rows
 from .parameters import AdaptedParameters
@@ -74,15 +75,30 @@ class GradientResult:
     loss: float = float("nan")  # mean loss over the kept samples; NaN if there are none
 
 
-@dataclass
 class PassCount:
-    """The number of samples that this process has passed forward and backward."""
+    """The number of samples that this process has passed forward and backward.
 
-    forward: int = 0
-    backward: int = 0
+    Each thread has its own counts, so that no lock is needed.
+    """
 
+    def __init__(self) -> None:
+        self._by_thread: dict[int, list[int]] = {}
 
-_counting = threading.Lock()  # worker threads count as well
+    def add(self, *, forward: int = 0, backward: int = 0) -> None:
+        """Add samples that the calling thread has passed."""
+        counts = self._by_thread.setdefault(threading.get_ident(), [0, 0])
+        counts[0] += forward
+        counts[1] += backward
+
+    @property
+    def forward(self) -> int:
+        """The number of forward passes of a sample."""
+        return sum(counts[0] for counts in list(self._by_thread.values()))
+
+    @property
+    def backward(self) -> int:
+        """The number of backward passes of a sample."""
+        return sum(counts[1] for counts in list(self._by_thread.values()))
 
 
 class Engine:
@@ -116,14 +132,7 @@ class Engine:
         rng: torch.Generator,
         ranks: SingleProcess | None = None,
     ) -> None:
-        if precision not in PRECISIONS:
-            raise ConfigError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}.")
         self._dtype = PRECISIONS[precision]
-        if {self._dtype, vit.dtype} == {torch.bfloat16, torch.float16}:
-            raise ConfigError(
-                f"precision={precision!r}: the weights of this model are {vit.dtype}, which torch does not "
-                f"mix with {precision}. Leave out precision=, or convert the model with model.float()."
-            )
         self.vit = vit
         self.ranks = ranks or SingleProcess()
         self.samples_interact = samples_interact(vit.model)
@@ -151,11 +160,15 @@ class Engine:
         return torch.compile(self.vit.logits, backend=self._compile if isinstance(self._compile, str) else "inductor")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_logits"}
+        # the generator as bytes, because torch cannot send a generator to another process
+        rng = self.rng.get_state().numpy().tobytes()
+        return {**{name: value for name, value in self.__dict__.items() if name != "_logits"}, "rng": rng}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         """Restore a copy, which compiles its own function instead of that of the original."""
         self.__dict__.update(values)
+        self.rng = torch.Generator()
+        self.rng.set_state(torch.frombuffer(bytearray(values["rng"]), dtype=torch.uint8))
         self._logits = self._compiled()
 
     @property
@@ -172,7 +185,7 @@ class Engine:
         """
         if images.ndim == 5:
             return self.forward(images.flatten(0, 1)).unflatten(0, images.shape[:2])
-        self._count(forward=len(images))
+        self.passes.add(forward=len(images))
         with self.autocast():
             logits = self._logits(images)
         return self._target(logits)
@@ -182,7 +195,7 @@ class Engine:
         return self._forward_with(self.vit.features, images)
 
     def _forward_with(self, passed: Callable[[Tensor], tuple[Tensor, Tensor]], images: Tensor) -> tuple[Tensor, Tensor]:
-        self._count(forward=len(images))
+        self.passes.add(forward=len(images))
         with self.autocast():
             more, logits = passed(images)
         return self._target(logits), _full(more)
@@ -200,11 +213,6 @@ class Engine:
     def _target(self, logits: Tensor) -> Tensor:
         logits = _full(logits)
         return logits if self.classes is None else logits[:, self.classes]
-
-    def _count(self, *, forward: int = 0, backward: int = 0) -> None:
-        with _counting:
-            self.passes.forward += forward
-            self.passes.backward += backward
 
     # ---- a batch without gradients ----------------------------------------------------------------------------
 
@@ -241,7 +249,7 @@ class Engine:
             size: Samples in a micro-batch, unless the user chose a size. Default: a size that suits the model.
         """
 
-        def run(parts: Sequence[Rows]) -> list[tuple[Tensor, ...]]:
+        def run(parts: Iterable[Rows]) -> list[tuple[Tensor, ...]]:
             return [work(*part) for part in parts]
 
         results = [made for some in self.micro_batches.map(run, batch, size=size) for made in some]
@@ -288,7 +296,7 @@ class Engine:
             return outputs[0], *objective(*outputs, *part[1:])
 
         @torch.enable_grad()
-        def work(parts: Sequence[Rows]) -> tuple[list[GradientResult], list[Tensor] | None]:
+        def work(parts: Iterable[Rows]) -> tuple[list[GradientResult], list[Tensor] | None]:
             results: list[GradientResult] = []
             total: list[Tensor] | None = None
             for part in parts:
@@ -322,9 +330,9 @@ class Engine:
         if 2 * used < len(kept) and not self.samples_interact:
             # a second forward pass of the few kept samples costs less than a backward pass of all samples
             logits = losses = torch.empty(0)  # free the large graph first
-            self._count(backward=used)
+            self.passes.add(backward=used)
             return result, passed(tuple(tensor[kept] for tensor in part))[1].sum()
-        self._count(backward=len(kept))
+        self.passes.add(backward=len(kept))
         return result, losses[kept].sum()
 
     def _accumulate(self, total: list[Tensor] | None, loss: Tensor) -> list[Tensor]:
@@ -354,6 +362,12 @@ class Engine:
             raise
         if self._dtype is torch.float16:
             self.loss_scale.mul_(1.002).clamp_(max=2.0**16)  # doubles in about 350 passes
+
+    def tidy(self) -> None:
+        """Undo what an interrupted pass may have left: borrowed memory, gradients, and hooks on the model."""
+        self.adapted.use_own()
+        self.adapted.set_gradient(None)
+        remove_captures(self.vit.model)
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
@@ -401,10 +415,14 @@ def _restricted(objective: Objective, candidates: Tensor) -> Objective:
 
 def _columns(classes: Sequence[int] | Tensor, count: int) -> list[int]:
     """Return the columns of the head that `classes` selects, after checking them."""
-    chosen = torch.as_tensor(classes)
+    try:
+        chosen = torch.as_tensor(classes)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        chosen = torch.zeros(0)
     if chosen.dtype == torch.bool and chosen.shape == (count,):
         chosen = chosen.nonzero().flatten()
-    columns: list[int] = chosen.tolist() if chosen.ndim == 1 and not chosen.is_floating_point() else []
+    whole = not chosen.is_floating_point() and not chosen.is_complex()
+    columns: list[int] = chosen.tolist() if chosen.ndim == 1 and whole else []
     if (
         chosen.dtype == torch.bool
         or not columns

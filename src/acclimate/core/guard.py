@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, require_between
+from ..errors import ConfigError, require_between, require_whole
 from .engine import entropy
 
+MOST_PREDICTIONS = 10**6  # in the window, which is part of the state
 ENOUGH_ANSWERS = 32  # samples that the source model predicts before a decision
 
 
@@ -51,7 +52,7 @@ class Guard(nn.Module):
         super().__init__()
         if action not in ("rollback", "freeze"):
             raise ConfigError(f'action={action!r}: choose "rollback" or "freeze".')
-        require_between(1, math.inf, window=window)
+        require_whole(1, most=MOST_PREDICTIONS, window=window)
         require_between(0, 1, diversity=diversity, floor=floor, agreement=agreement)
         require_between(0, math.inf, drift=drift)
         self.window = window

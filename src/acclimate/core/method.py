@@ -50,8 +50,7 @@ class Info:
         views: The number of images that make up one sample. If it is not 1, a batch is (batch, views, channels, height,
             width).
         predicts_after: Whether the logits of a step always come from after its update.
-        updates_once: Whether nothing can fail after the first update of a step. Otherwise the adapter keeps a copy of the
-            state during a step.
+        float16: Whether weights in float16 can adapt. The squared gradients of Adam are too small for that type.
         far_from_source: Whether the method moves its parameters far from the source values on purpose. If so, a large drift
             is no sign of a collapse.
         quick: Options that the conformance suite uses if the defaults would take long.
@@ -66,7 +65,7 @@ class Info:
     passes: tuple[int, int] = (1, 0)
     views: int = 1
     predicts_after: bool = False
-    updates_once: bool = True
+    float16: bool = True
     far_from_source: bool = False
     quick: Mapping[str, Any] = field(default_factory=dict)
     exceptions: Mapping[str, str] = field(default_factory=dict)

@@ -6,8 +6,8 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import TypeVar
@@ -15,7 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import require_whole
 
 T = TypeVar("T")
 Rows = tuple[Tensor, ...]  # images, and other tensors with one row per sample
@@ -36,8 +36,7 @@ class MicroBatches:
     """
 
     def __init__(self, size: int | None, *, work: int, whole: bool, threads: bool) -> None:
-        if size is not None and (not isinstance(size, int) or size < 1):
-            raise ConfigError(f"micro_batch={size!r}: give a whole number of samples, at least 1.")
+        require_whole(1, optional=True, micro_batch=size)
         self.whole = whole
         self.kept_share = torch.tensor(0.0)  # of the last batch's samples; the adapter sets it after each step
         self._size = size
@@ -45,14 +44,14 @@ class MicroBatches:
         self._threads = threads
 
     def map(
-        self, run: Callable[[Sequence[Rows]], T], batch: Rows, *, selective: bool = False, size: int | None = None
+        self, run: Callable[[Iterable[Rows]], T], batch: Rows, *, selective: bool = False, size: int | None = None
     ) -> list[T]:
         """Apply a function to consecutive parts in each worker, and return the results of the workers.
 
         Each worker gets a contiguous sequence of parts, so that sums are always computed in the same order.
 
         Args:
-            run: A function of a sequence of parts. It may be called in another thread.
+            run: A function of consecutive parts. It may be called in another thread.
             batch: Tensors with one row per sample, the images first.
             selective: Whether many samples may be rejected. If so, parts are smaller while many are.
             size: Samples in a part, unless the user chose a size.
@@ -65,7 +64,14 @@ class MicroBatches:
         if workers == 1:
             return [run(parts)]
         bounds = [round(i * len(parts) / workers) for i in range(workers + 1)]
-        return list(_pool(threads).map(run, [parts[a:b] for a, b in zip(bounds, bounds[1:])]))
+        stop = threading.Event()
+        tasks = [_pool(threads).submit(run, _until(stop, parts[a:b])) for a, b in zip(bounds, bounds[1:])]
+        try:
+            return [task.result() for task in tasks]
+        except BaseException:  # an error of a part, or an interrupt here: no worker may still use the model afterwards
+            stop.set()
+            wait(tasks)
+            raise
 
     def _part_size(self, images: Tensor, workers: int, selective: bool, size: int | None) -> int:
         if self.whole:
@@ -89,6 +95,14 @@ class MicroBatches:
             yield
         finally:
             self._size = size
+
+
+def _until(stop: threading.Event, parts: Sequence[Rows]) -> Iterator[Rows]:
+    """Yield the parts, and end early if the event is set. The result of that worker is then not used."""
+    for part in parts:
+        if stop.is_set():
+            return
+        yield part
 
 
 def _compute_on(cores: int) -> None:

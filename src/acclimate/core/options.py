@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from ..errors import ConfigError
+from ..errors import ConfigError, require_whole
+from .engine import PRECISIONS
 from .guard import Guard
 
 COST_ONLY = {"micro_batch", "compile"}  # options that change the cost of a run, and the result only by rounding
@@ -33,6 +35,14 @@ class Options:
             raise ConfigError(f'predict={self.predict!r}: choose "before" or "after" this batch\'s update.')
         if not (self.guard is None or self.guard == "default" or isinstance(self.guard, Guard)):
             raise ConfigError(f"guard={self.guard!r}: give an acclimate.Guard, or None for no guard.")
+        if not isinstance(self.precision, str) or self.precision not in PRECISIONS:
+            raise ConfigError(f"precision={self.precision!r}: choose one of {', '.join(PRECISIONS)}.")
+        require_whole(0, most=2**63 - 1, seed=self.seed)
+        if not isinstance(self.compile, (bool, str)):
+            raise ConfigError(f"compile={self.compile!r}: give True, False, or the name of a backend.")
+        if isinstance(self.compile, str) and self.compile not in torch.compiler.list_backends(exclude_tags=()):
+            known = ", ".join(torch.compiler.list_backends())
+            raise ConfigError(f"compile={self.compile!r}: torch has no such backend. It has {known}.")
 
     def new_guard(self) -> Guard | None:
         """Return a new guard, because every adapter needs its own."""

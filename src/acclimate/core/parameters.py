@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import NonFiniteError
+from ..errors import NonFiniteError, StateError, shorten_list
 
 
 class AdaptedParameters:
@@ -22,6 +23,8 @@ class AdaptedParameters:
     def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
         self.named = dict(named)
         self.tensors: list[Tensor] = list(named.values())
+        self._own = [p.data for p in self.tensors]  # the memory of the parameters themselves
+        self._others: Sequence[Tensor] | None = None  # the tensors whose memory the parameters use at the moment
         self.optimizer: torch.optim.Optimizer | None = None
         self.set_source([p.detach().clone() for p in self.tensors])
         self._gradient_norm = 0.0
@@ -30,6 +33,20 @@ class AdaptedParameters:
         """Use these tensors, without copying them, as the source values."""
         self.source = values
         self._source_norm = float(global_norm(values)) if values else 0.0
+
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Convert everything but the parameters, which `nn.Module.to` and the like have converted already."""
+        self._own = [p.data for p in self.tensors]
+        self.source = [fn(tensor) for tensor in self.source]
+        for values in self.optimizer.state.values() if self.optimizer is not None else ():
+            values.update({k: fn(v) for k, v in values.items() if isinstance(v, Tensor) and v.ndim})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_own", "_others")}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+        self._own, self._others = [p.data for p in self.tensors], None
 
     # ---- gradient and update ----------------------------------------------------------------------------------
 
@@ -80,6 +97,26 @@ class AdaptedParameters:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def require_gradients(self) -> None:
+        """Raise a `StateError` if the gradient of a parameter was disabled after the model was wrapped."""
+        frozen = [name for name, p in self.named.items() if not p.requires_grad]
+        if frozen:
+            raise StateError(
+                f"{shorten_list(frozen, most=2)} cannot learn, because requires_grad is False: set it to True again. "
+                "To predict without adapting, use `with adapter.frozen():`."
+            )
+
+    def require_finite(self) -> None:
+        """Raise a `NonFiniteError` if the distance from the source, or the state of the optimizer, is not finite."""
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        groups: dict[torch.device, list[Tensor]] = {}
+        for value in (value for state in states for value in state.values() if isinstance(value, Tensor)):
+            if value.is_floating_point() and value.numel():
+                groups.setdefault(value.device, []).append(value)
+        largest = [torch.stack([n.float() for n in torch._foreach_norm(group, ord=math.inf)]) for group in groups.values()]
+        if not math.isfinite(self.drift()) or not all(bool(each.isfinite().all()) for each in largest):
+            raise NonFiniteError("the update made a parameter or the state of the optimizer infinite; it was undone.")
+
     def restore(self, *, keep_momentum: bool = False) -> None:
         """Set the source values again, and clear the optimizer's state unless `keep_momentum` is set."""
         self._assign(self.source)
@@ -108,22 +145,33 @@ class AdaptedParameters:
 
     @contextmanager
     def using(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """Keep these values in the parameters inside the block, for forward passes only.
+        """Keep these values in the parameters inside the block, for passes only.
 
-        The storages are exchanged, so that nothing is copied.
+        The parameters use the memory of these tensors, so that nothing is copied or moved. The block must not change them.
         """
-        self._exchange(values)
+        before = self._others
         try:
+            self._point_to(values)
             yield
         finally:
-            self._exchange(values)
+            self._point_to(before)
 
-    @contextmanager
-    def at_source(self) -> Iterator[None]:
-        """Keep the source values in the parameters inside the block."""
-        with self._kept():
-            self.restore(keep_momentum=True)
-            yield
+    def at_source(self) -> AbstractContextManager[None]:
+        """Keep the source values in the parameters inside the block, for passes only."""
+        return self.using(self.source)
+
+    def use_own(self) -> None:
+        """Let the parameters use their own memory again, if an interrupted block left them with that of others."""
+        if self._others is not None:
+            self._point_to(None)
+
+    def _point_to(self, values: Sequence[Tensor] | None) -> None:
+        """Let the parameters use the memory of these tensors, or their own memory."""
+        if values is not None:
+            self._others = values  # first, so that `use_own` knows of an exchange that is interrupted
+        for p, value in zip(self.tensors, self._own if values is None else values):
+            p.data = value.data
+        self._others = values
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
@@ -133,10 +181,6 @@ class AdaptedParameters:
             yield
         finally:
             self._assign(before)
-
-    def _exchange(self, values: Sequence[Tensor]) -> None:
-        for p, value in zip(self.tensors, values):
-            p.data, value.data = value.data, p.data
 
     @torch.no_grad()
     def _assign(self, values: list[Tensor]) -> None:

@@ -99,6 +99,21 @@ class State:
                 adapted.optimizer.state[p][where[1]] = value.to(p.device, copy=True) if value.ndim else value.clone()
         self._engine.rng.set_state(snapshot["rng"].cpu())
 
+    def own(self) -> None:
+        """Move every tensor whose memory is shared with another process to memory of this process."""
+
+        def owned(tensor: Tensor) -> Tensor:
+            return tensor.clone() if tensor.device.type == "cpu" and tensor.is_shared() else tensor
+
+        engine, modules = self._engine, [self._method, *([] if self._guard is None else [self._guard])]
+        counters = [self.steps, self.batch_size, engine.loss_scale, engine.micro_batches.kept_share]
+        kept = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        for tensor in (*engine.adapted.tensors, *kept, *counters):
+            tensor.data = owned(tensor.data)
+        self.initial = Snapshot({name: owned(tensor) for name, tensor in self.initial.items()})
+        engine.adapted.convert(owned)
+        engine.adapted.set_source([self.initial[name] for name in engine.adapted.named])
+
     def start(self, batch_size: int) -> None:
         """Build the optimizer for batches of this size. A size of 0 means that there was no batch yet."""
         self.batch_size.fill_(batch_size)

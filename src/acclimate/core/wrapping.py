@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from ..errors import ModelError
+from ..errors import ModelError, StateError
 from ..models.families import view
 
 _WRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # adapters, and the models that they wrap
@@ -18,6 +21,11 @@ def require_unwrapped(model: nn.Module, advice: str) -> None:
     """Refuse an adapter, and a model that an adapter has wrapped already."""
     if isinstance(model, nn.Module) and model in _WRAPPED:
         raise ModelError(f"This model is wrapped already: {advice}")
+
+
+def _refuse_weights(*_: Any) -> None:
+    """Refuse to load weights into a wrapped model, whose modules have other names, and whose weights adapt."""
+    raise StateError("This model is wrapped: call unwrap() on its adapter, load the weights, and wrap the model again.")
 
 
 class WrappedModel:
@@ -34,6 +42,7 @@ class WrappedModel:
         self.weights = model.state_dict(keep_vars=True)
         self._training = {module: module.training for module in model.modules()}
         self._required_grad = {p: p.requires_grad for p in model.parameters()}
+        self._refusal: RemovableHandle | None = None
         model.eval()
 
     def names(self, method: nn.Module) -> dict[int, str]:
@@ -51,9 +60,21 @@ class WrappedModel:
     def claim(self, adapter: nn.Module) -> None:
         """Register that the model belongs to an adapter, so that neither can be wrapped again."""
         _WRAPPED.update((self.model, adapter))
+        self._refusal = self.model.register_load_state_dict_pre_hook(_refuse_weights)
+
+    @contextmanager
+    def converting(self, fn: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Let the block convert the model by `fn`, and convert what the model does not contain at the moment."""
+        owners = {id(b): (module, key) for module in self.model.modules() for key, b in module._buffers.items()}
+        buffers = {name: owners[id(tensor)] for name, tensor in self.weights.items() if id(tensor) in owners}
+        yield
+        self.weights |= {name: module._buffers[key] for name, (module, key) in buffers.items()}
+        self.vit.convert_own_head(fn)
 
     def give_back(self) -> None:
         """Undo the surgery and restore all flags. The values of the parameters are not changed."""
+        if self._refusal is not None:
+            self._refusal.remove()
         self.vit.restore()
         for module, training in self._training.items():
             module.training = training

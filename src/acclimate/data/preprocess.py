@@ -40,9 +40,9 @@ class Preprocess:
         if isinstance(self.resize, tuple) and len(self.resize) != 2:
             raise ConfigError(f"resize={self.resize}: give the shorter side, or (height, width).")
         resize = self.resize if isinstance(self.resize, tuple) else (self.resize,)
-        for name, side in (*(("resize", side) for side in resize), ("crop", self.crop)):
-            if side is not None:
-                require_whole(1, **{name: side})
+        for side in resize:
+            require_whole(1, optional=True, resize=side)
+        require_whole(1, optional=True, crop=self.crop)
 
     @classmethod
     def for_model(

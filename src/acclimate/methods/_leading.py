@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..core.method import Method, Setup, scaled_lr
-from ..errors import ConfigError, require_between
+from ..errors import ConfigError, require_between, require_whole
 from ..models.view import ViT, parameters_of
 
 # The blocks that the released code leaves out: the last three of 12 blocks, and of 24 blocks also blocks 9 to 11.
@@ -20,6 +20,16 @@ REFERENCE_SKIP = {9, 10, 11, 21, 22, 23}
 def leading_blocks(depth: int) -> range:
     """Return the blocks without the last quarter, of which at most three are left out: 9 of 12, 21 of 24."""
     return range(depth - min(3, depth // 4))
+
+
+def _plain(blocks: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
+    """Return the option `blocks` as plain numbers, after checking that it consists of whole numbers."""
+    if blocks is None or not isinstance(blocks, Iterable):
+        require_whole(0, optional=True, blocks=blocks)
+        return None if blocks is None else int(blocks)
+    for each in blocks:
+        require_whole(0, blocks=each)
+    return tuple(int(each) for each in blocks)
 
 
 class LeadingNorms(Method):
@@ -42,11 +52,11 @@ class LeadingNorms(Method):
     ) -> None:
         super().__init__()
         require_between(0, math.inf, optional=True, lr=lr)
-        require_between(1, math.inf, optional=True, batch_size=batch_size)
+        require_whole(1, optional=True, batch_size=batch_size)
         require_between(0, 1, momentum=momentum)
         self.lr = lr
         self.momentum = momentum
-        self.blocks = blocks if blocks is None or isinstance(blocks, int) else tuple(int(i) for i in blocks)
+        self.blocks = _plain(blocks)
         self.batch_size = batch_size
         self.reference = reference
 
@@ -54,7 +64,7 @@ class LeadingNorms(Method):
         """Return the indices of the blocks whose parameters adapt."""
         if self.blocks is None:
             return [i for i in range(depth) if i not in REFERENCE_SKIP] if self.reference else list(leading_blocks(depth))
-        chosen = range(self.blocks) if isinstance(self.blocks, int) else self.blocks
+        chosen = range(min(self.blocks, depth + 1)) if isinstance(self.blocks, int) else self.blocks
         if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= i < depth for i in chosen):
             raise ConfigError(f"blocks={self.blocks!r}: choose from the {depth} blocks of this model, 0 to {depth - 1}.")
         return list(chosen)

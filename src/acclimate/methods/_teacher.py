@@ -15,11 +15,13 @@ from ..models.view import ViT, require_supported
 class Teacher(nn.Module):
     """An exponential moving average of parameters, with one buffer for each.
 
-    It holds only the weights. The teacher predicts with the modules of the student.
+    It holds only the weights, in the type of the model. The teacher predicts with the modules of the student.
 
     Args:
         parameters: The parameters to average. They are the initial value of the average.
     """
+
+    of_the_models_type = True
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__()

@@ -14,7 +14,6 @@ from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import require_between, require_whole
 from ..models.view import ViT
-from ._adam import require_room_for_squares
 from ._augment import augmix
 
 
@@ -45,6 +44,7 @@ class MEMO(Method):
         paper="Zhang et al., NeurIPS 2022",
         adapts="all parameters, for each image anew",
         augments=True,
+        float16=False,
         predicts_after=True,
         quick={"views": 2},
         exceptions={
@@ -77,7 +77,6 @@ class MEMO(Method):
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt all parameters."""
         self._adapted = list(vit.model.parameters())
-        require_room_for_squares(vit, self._adapted)
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:

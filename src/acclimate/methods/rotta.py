@@ -13,7 +13,6 @@ from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import ConfigError, require_between, require_whole
 from ..models.view import ViT, parameters_of, require_supported
-from ._adam import require_room_for_squares
 from ._augment import noisy_view
 from ._teacher import Teacher
 
@@ -50,7 +49,7 @@ class RoTTA(Method):
         adapts="all norms, and their average",
         remembers="an average of the norms, and 64 images",
         augments=True,
-        updates_once=False,
+        float16=False,
         quick={"memory": 8, "every": 8},
         passes=(3, 1),
     )
@@ -87,7 +86,6 @@ class RoTTA(Method):
         """Adapt all norms, and create the teacher and the memory."""
         require_supported(vit.model, vit.image_size is not None, "RoTTA remembers images, which have to be of one size")
         self._adapted = parameters_of(vit.norms)
-        require_room_for_squares(vit, self._adapted)
         self.teacher = Teacher(self._adapted)
         self.images: Tensor
         self.labels: Tensor

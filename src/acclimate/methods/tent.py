@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core.engine import Engine, keep_all
 from ..core.method import Info, Method, Setup, Step, scaled_lr
 from ..core.registry import register
-from ..errors import require_between
+from ..errors import require_between, require_whole
 from ..models.view import ViT, parameters_of
 from ._losses import require_loss, uncertainty
 
@@ -48,7 +48,7 @@ class Tent(Method):
     ) -> None:
         super().__init__()
         require_between(0, math.inf, optional=True, lr=lr)
-        require_between(1, math.inf, optional=True, batch_size=batch_size)
+        require_whole(1, optional=True, batch_size=batch_size)
         require_between(0, 1, momentum=momentum)
         require_loss(loss)
         self.lr = lr

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..core.engine import Engine, entropy, keep_all
 from ..core.method import Info, Step, scaled_lr
 from ..core.registry import register
-from ..errors import require_between
+from ..errors import require_between, require_whole
 from ._siamese import Siamese, divergence
 
 
@@ -49,7 +49,7 @@ class ZeroSiam(Siamese):
     ) -> None:
         super().__init__(lr=lr, lr_predictor=lr_predictor, momentum=momentum, reference=reference)
         require_between(0, math.inf, alignment=alignment)
-        require_between(1, math.inf, optional=True, batch_size=batch_size)
+        require_whole(1, optional=True, batch_size=batch_size)
         self.alignment = alignment
         self.batch_size = batch_size
 

@@ -159,16 +159,32 @@ def capture(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Captured]]
 
     Only passes in this thread are stored, because other threads pass other samples through the same modules.
     """
-    seen: dict[nn.Module, Captured] = {}
-    here = threading.get_ident()
-
-    def look(module: nn.Module, args: tuple[Tensor, ...], out: Any) -> None:
-        if threading.get_ident() == here:
-            seen[module] = Captured(args[0], out)
-
-    hooks = [module.register_forward_hook(look) for module in modules]
+    look = _Capture()
+    handles = []
     try:
-        yield seen
+        for module in modules:
+            handles.append(module.register_forward_hook(look))
+        yield look.found
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
+
+
+class _Capture:
+    """A forward hook that stores the latest inputs and outputs of modules, of one thread only."""
+
+    def __init__(self) -> None:
+        self.found: dict[nn.Module, Captured] = {}
+        self._thread = threading.get_ident()
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], out: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self.found[module] = Captured(args[0], out)
+
+
+def remove_captures(model: nn.Module) -> None:
+    """Remove the hooks that an interrupted `capture` left on the modules of a model."""
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if isinstance(hook, _Capture):
+                del module._forward_hooks[key]

@@ -194,6 +194,11 @@ class ViT:
                     module._modules[name] = head
         self.head = head
 
+    def convert_own_head(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply a conversion of the model to its own head, if another one replaces it."""
+        if self._own_head is not None:
+            self._own_head._apply(fn)
+
     def shorten(self) -> None:
         """Compute the last block for the class token only, if the head reads no other token."""
         if self.class_token_suffices and not self._read:

@@ -34,19 +34,19 @@ SIZES = Sizes()
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # torch's registries and flags
 
 
-def tiny_vit(family: str = "timm") -> nn.Module:
+def tiny_vit(family: str = "timm", sizes: Sizes = SIZES) -> nn.Module:
     """Return a ViT with random weights, the same at every call.
 
     Its predictions of random images have low entropies for some images and high entropies for others.
     """
     generator = torch.Generator().manual_seed(1)
-    model = families()[family].tiny(SIZES).eval()
+    model = families()[family].tiny(sizes).eval()
     scales = {m.weight for m in model.modules() if isinstance(m, nn.LayerNorm)}
     with torch.no_grad():
         for p in model.parameters():
             noise = torch.randn(p.shape, generator=generator)
             if p.ndim == 2:
-                p.copy_(noise * (3.0 if p.shape[0] == SIZES.classes else 1.5) / p.shape[1] ** 0.5)
+                p.copy_(noise * (3.0 if p.shape[0] == sizes.classes else 1.5) / p.shape[1] ** 0.5)
             elif p.ndim > 2:
                 p.copy_(0.3 * noise)
             else:

@@ -81,7 +81,6 @@ class DePT(Method):
         remembers="an average of what adapts, and a bank of features and predictions",
         augments=True,
         predicts_after=True,
-        updates_once=False,
         needs=(PROMPTS,),
         quick={
             "random_prompts": True,
