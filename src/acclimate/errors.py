@@ -69,7 +69,12 @@ def suggest(name: str, known: Iterable[str], cutoff: float) -> str:
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
+def printable(text: object) -> str:
+    """Return a text in one line that any terminal can print. Other characters, which file names may have, are escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
 def shorten_list(items: Iterable[str], separator: str = ", ", most: int = 5) -> str:
-    """Join the first `most` distinct items, and say how many more there are."""
-    each = list(dict.fromkeys(items))
+    """Join the first `most` distinct items, made printable, and say how many more there are."""
+    each = [printable(item) for item in dict.fromkeys(items)]
     return separator.join(each[:most]) + (f" and {len(each) - most} more" if len(each) > most else "")

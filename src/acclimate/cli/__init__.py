@@ -11,6 +11,7 @@ import argparse
 import os
 import pkgutil
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
@@ -60,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = build_parser().parse_args(arguments)
     # Threads of OpenMP that wait actively are no faster, and much slower if other processes need the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    warnings.filterwarnings("ignore", "Image size .* exceeds limit")  # of Pillow; acclimate refuses such images
     try:
         return given.run(given) or 0
     except AcclimateError as error:

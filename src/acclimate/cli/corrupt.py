@@ -60,7 +60,7 @@ def _corrupt(given: argparse.Namespace) -> None:
 
     from ..data.corruptions import CORRUPTIONS, EXTRA, SEVERITIES
     from ..data.folder import IMAGENET_C, corrupt_folder, read_image
-    from ..errors import ConfigError
+    from ..errors import ConfigError, printable
 
     constants = given.constants or ("imagenet-c" if given.imagenet_c else None)
     resize_crop = IMAGENET_C if given.imagenet_c else None
@@ -74,7 +74,7 @@ def _corrupt(given: argparse.Namespace) -> None:
             page.save(given.sheet)
         except (OSError, ValueError) as error:
             raise ConfigError(f"--sheet {given.sheet}: {error}.") from None
-        print(f"{given.sheet}: {page.width} x {page.height} pixels")
+        print(f"{printable(given.sheet)}: {page.width} x {page.height} pixels")
         return
     if given.target is None:
         raise ConfigError("give the folder to write to as well: acclimate corrupt IN OUT.")
@@ -94,4 +94,4 @@ def _corrupt(given: argparse.Namespace) -> None:
         workers=given.workers,
         console=Console(),
     )
-    print(f"{given.target}: {report}")
+    print(f"{printable(given.target)}: {report}")

@@ -69,6 +69,7 @@ def _check(given: argparse.Namespace) -> None:
     from rich.table import Table
 
     from ..data.catalog import check_data
+    from ..errors import printable
 
     console = Console()
     report = check_data(
@@ -94,10 +95,13 @@ def _check(given: argparse.Namespace) -> None:
         expected = "any" if row.expected is None else str(row.expected)
         table.add_row(str(row.key), str(len(row.labels)), expected, str(len(set(row.labels))), state)
     console.print(table)
-    for problem in report.problems:
+    unreadable = [text for row in report.rows for text in row.unreadable]
+    for problem in [*unreadable, *report.problems]:
         console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
     if report.absent:
         console.print(f"{len(report.absent)} other domains (severities, extra corruptions) are not there.", style="dim")
     if not report.usable:
         raise report.error(most=1)
-    console.print(f"{given.root} can be used as {given.data}.", style="green", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"{printable(given.root)} can be used as {given.data}.", style="green", markup=False, highlight=False, soft_wrap=True
+    )

@@ -50,6 +50,7 @@ def add(commands: Commands) -> None:
 def _generate(given: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from ..errors import printable
     from ..methods.dda.folder import generate_folder
     from ..models.loading import pick_device
 
@@ -67,4 +68,4 @@ def _generate(given: argparse.Namespace) -> None:
         device=pick_device(given.device),
         console=Console(),
     )
-    print(f"{given.target}: {report}")
+    print(f"{printable(given.target)}: {report}")

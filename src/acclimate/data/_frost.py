@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from ..errors import ConfigError
+from ..errors import ConfigError, UnreadableError
 from . import _filters as filters
 from ._filters import Array
 from ._formulas import Random
+from .imagefile import open_image
 
 SIDE = 512
 FERNS = 90  # per layer
@@ -54,9 +55,14 @@ def photographs(folder: Path) -> Textures:
         raise ConfigError(f"frost={str(folder)!r}: there is no frost1.png, frost2.png, ... in this folder.")
     files = files[:DRAWN]
     try:
-        return Textures([np.asarray(Image.open(path).convert("RGB")) for path in files], files)
-    except OSError as error:
+        return Textures([_read(path) for path in files], files)
+    except UnreadableError as error:
         raise ConfigError(f"frost={str(folder)!r}: {error}.") from None
+
+
+def _read(path: Path) -> Array:
+    with open_image(path) as image:
+        return np.asarray(image.convert("RGB"))
 
 
 @functools.lru_cache(maxsize=1)

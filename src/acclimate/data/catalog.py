@@ -31,12 +31,12 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import nn
 
-from ..errors import ConfigError, InputError, UnreadableError, shorten_list, suggest
+from ..errors import ConfigError, InputError, UnreadableError, printable, shorten_list, suggest
 from . import bundled
 from .corruptions import CORRUPTIONS, SEVERITIES, Corruption, require_valid
 from .disk import Arrays, Files, read_rgb
 from .domains import CLEAN, Corrupted, Domain, DomainKey, Subset
-from .folder import AnyPath
+from .imagefile import AnyPath
 from .layouts import LAYOUTS, Layout, Row, read_list, survey, synsets
 from .preprocess import Preprocess, input_of
 
@@ -306,7 +306,7 @@ class DataReport:
         where: dict[str, list[str]] = {}
         for row in self.rows:
             for problem in row.problems:
-                where.setdefault(problem, []).append(str(row.key))
+                where.setdefault(printable(problem), []).append(str(row.key))
         everywhere = len(self.rows)
         return [p if len(titles) == everywhere else f"{shorten_list(titles)}: {p}" for p, titles in where.items()]
 
@@ -321,8 +321,8 @@ class DataReport:
         partial = " What is there can be used with partial=True." if all(row.labels for row in self.rows) else ""
         more = f"; and {len(self.problems) - most} more" if len(self.problems) > most else ""
         return InputError(
-            f"{self.root} cannot be used as {self.name}. {'; '.join(self.problems[:most])}{more}. Expected: {layout.shape}. "
-            f"Get it from {layout.source}.{partial}"
+            f"{printable(self.root)} cannot be used as {self.name}. {'; '.join(self.problems[:most])}{more}. "
+            f"Expected: {layout.shape}. Get it from {layout.source}.{partial}"
         )
 
 
@@ -418,12 +418,12 @@ def _columns(name: str, names: Sequence[str], head: int | None) -> list[int] | N
 def _open_all(rows: list[Row], console: Console | None) -> None:
     """Decode all images, and add those that cannot be decoded to the problems."""
 
-    def unreadable(file: Path) -> bool:
+    def problem(file: Path) -> str | None:
         try:
             read_rgb(file)
-        except UnreadableError:
-            return True
-        return False
+        except UnreadableError as error:
+            return str(error)
+        return None
 
     quiet = console is None or not console.is_terminal
     pool = ThreadPoolExecutor(os.cpu_count())
@@ -432,9 +432,11 @@ def _open_all(rows: list[Row], console: Console | None) -> None:
             task = progress.add_task("reading", total=sum(len(row.paths) for row in rows))
             for row in rows:
                 found = []
-                for path, broken in zip(row.paths, pool.map(unreadable, [row.where / path for path in row.paths])):
+                for path, text in zip(row.paths, pool.map(problem, [row.where / path for path in row.paths])):
                     progress.advance(task)
-                    found += [path] if broken else []
+                    if text is not None:
+                        found.append(path)
+                        row.unreadable.append(text)
                 if found:
                     row.problems.append(f"{len(found)} images cannot be read ({shorten_list(found)})")
     finally:  # also after Ctrl-C

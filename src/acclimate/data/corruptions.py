@@ -118,6 +118,7 @@ CONSTANTS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 SMALL = 64  # largest shorter side, in pixels, for the constants of CIFAR-10-C
+LONGEST_SIDE = 16_384  # pixels; fog and frost need squares of the longer side, here about 6 GiB
 CHUNK = 2**18  # values per computation, which fit into the cache of a processor
 
 
@@ -239,6 +240,8 @@ def _require_images(images: Pixels) -> None:
         )
     if not images.size:
         raise InputError(f"images have shape {images.shape}: there is nothing to corrupt.")
+    if max(images.shape[-3:]) > LONGEST_SIDE:
+        raise InputError(f"images have shape {images.shape}: corruptions take sides of {LONGEST_SIDE} pixels at most.")
 
 
 def _numbers(indices: Sequence[int] | npt.NDArray[np.integer[Any]] | None, count: int) -> list[int]:

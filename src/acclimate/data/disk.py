@@ -13,10 +13,10 @@ from PIL import Image
 from torch import Tensor
 
 from ..core.digests import digest_bytes, digest_json
-from ..errors import InputError, UnreadableError
+from ..errors import InputError, UnreadableError, printable
 from .corruptions import Corruption, Integers, Pixels
 from .domains import CLEAN, Domain, DomainKey, describe_preparation
-from .folder import AnyPath
+from .imagefile import AnyPath, at_8_bits, file_stamp, open_image
 from .preprocess import Preprocess
 
 
@@ -24,8 +24,9 @@ class Files(Domain):
     """A domain of images that are files below one folder, clean or corrupted on the fly.
 
     The files are read as torchvision's `ImageFolder` reads them: they are converted to RGB, and the orientation that a
-    camera stored is ignored. A corruption is applied after resizing and cropping, as in ImageNet-C. The random numbers of an
-    image depend on the position of its path in the sorted list of all paths.
+    camera stored is ignored. Only grey images of 16 bits are read at all levels, of which most would be white. A corruption
+    is applied after resizing and cropping, as in ImageNet-C. The random numbers of an image depend on the position of its
+    path in the sorted list of all paths. A file that was replaced since its `identity` was computed is refused.
 
     Args:
         root: The folder.
@@ -58,6 +59,7 @@ class Files(Domain):
         self.preprocess: Preprocess = preprocess
         # one array instead of a list of strings: it is sent quickly to other processes, and shared with forked ones
         self._paths: npt.NDArray[np.bytes_] = np.array([os.fsencode(path) for path in paths])
+        self._stamps: Integers | None = None  # of the files, when the identity was computed
         self._indices: Integers = np.unique(self._paths, return_inverse=True)[1].astype(np.int64)
 
     def path(self, index: int) -> str:
@@ -66,7 +68,7 @@ class Files(Domain):
 
     def load(self, indices: Integers) -> Tensor:
         """Return the images of these indices, normalised, (batch, channels, height, width)."""
-        images = [self._image(self.path(index)) for index in indices]
+        images = [self._image(int(index)) for index in indices]
         if len({image.shape for image in images}) > 1:
             raise InputError(f"{self.key}: its images have several sizes, which fit in no batch: give a crop.")
         pixels = np.stack(images)
@@ -74,13 +76,14 @@ class Files(Domain):
             pixels = self.corruption(pixels, self._indices[indices])
         return self.preprocess.normalised(pixels)
 
-    def _image(self, path: str) -> Pixels:
+    def _image(self, index: int) -> Pixels:
+        path, stamps = self.path(index), self._stamps
         try:
-            return self.preprocess(read_rgb(path))
-        except UnreadableError:
-            raise
+            return self.preprocess(read_rgb(path, None if stamps is None else tuple(stamps[index].tolist())))
+        except UnreadableError as error:
+            raise UnreadableError(f"{error}: mend or remove it; `acclimate data check --open-images` names all.") from error
         except InputError as error:
-            raise InputError(f"{path}: {error}.") from None
+            raise InputError(f"{printable(path)}: {error}.") from None
 
     @cached_property
     def identity(self) -> str:
@@ -89,10 +92,11 @@ class Files(Domain):
         Their content is not read, because 50 000 files would take minutes.
         """
         try:
-            sizes = [os.stat(self.path(index)).st_size for index in range(len(self.labels))]
+            stamps = [file_stamp(os.stat(self.path(index))) for index in range(len(self.labels))]
         except OSError as error:
-            raise InputError(f"{error.filename} cannot be read ({error.strerror}).") from None
-        rows = zip(self._paths.tolist(), self.labels.tolist(), sizes)
+            raise InputError(f"{printable(error.filename)} cannot be read ({error.strerror}).") from None
+        self._stamps = np.array(stamps, np.int64)
+        rows = zip(self._paths.tolist(), self.labels.tolist(), self._stamps[:, 0].tolist())
         return digest_json([digest_bytes(*(b"%b\0%d\0%d\n" % row for row in rows)), self.key, *describe_preparation(self)])
 
     def __repr__(self) -> str:
@@ -155,13 +159,10 @@ class Arrays(Domain):
         return f"Arrays({self.key}, {len(self.labels)} images in {self.file})"
 
 
-def read_rgb(path: AnyPath) -> Image.Image:
-    """Read an image file as torchvision's `ImageFolder` does."""
-    try:
-        with Image.open(path) as file:
-            return file.convert("RGB")
-    except Exception as error:  # decoders raise many kinds of errors for damaged files
-        raise UnreadableError(f"{os.fspath(path)} cannot be read as an image ({error}).") from error
+def read_rgb(path: AnyPath, stamp: tuple[int, int] | None = None) -> Image.Image:
+    """Read an image file as torchvision's `ImageFolder` does. If a stamp is given, the file must still have it."""
+    with open_image(path, stamp) as file:
+        return at_8_bits(file).convert("RGB")
 
 
 def open_array(file: AnyPath) -> Pixels:

@@ -28,14 +28,13 @@ from rich.progress import Progress
 from .. import __version__
 from ..core.digests import digest_bytes
 from ..core.files import file_digest, write_whole
-from ..errors import ConfigError, InputError, StateError, UnreadableError, require_between, shorten_list
+from ..errors import ConfigError, InputError, StateError, UnreadableError, printable, require_between, shorten_list
 from ._frost import photographs
-from .corruptions import Pixels, constants_for, corrupt, require_valid
+from .corruptions import LONGEST_SIDE, Pixels, constants_for, corrupt, require_valid
+from .imagefile import SUFFIXES, AnyPath, at_8_bits, open_image, search, trimmed
 
-SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 PROTOCOL = "corruptions.json"
 IMAGENET_C = (256, 224)  # resize and crop of ImageNet-C's images
-AnyPath = str | os.PathLike[str]
 T = TypeVar("T")
 
 
@@ -111,10 +110,18 @@ def corrupt_folder(
     jobs = [job for job in jobs if job.missing]
     stop = threading.Event()
 
+    def read(job: _Job) -> Pixels:
+        pixels = read_image(source / job.image, resize_crop)
+        height, width, _ = pixels.shape
+        if max(height, width) > LONGEST_SIDE:
+            size = f"{width} x {height} pixels, at most {LONGEST_SIDE} a side"
+            raise UnreadableError(f"{printable(source / job.image)} is too large to be corrupted ({size})")
+        return pixels
+
     def problem(job: _Job) -> str | None:
         try:
             if not stop.is_set():
-                read_image(source / job.image)
+                read(job)
         except UnreadableError as error:
             return str(error)
         return None
@@ -122,7 +129,7 @@ def corrupt_folder(
     def write(job: _Job) -> tuple[str, int] | None:
         """Return whose constants were used and how many files were written, or None for an unreadable image."""
         try:
-            pixels = read_image(source / job.image, resize_crop)
+            pixels = read(job)
         except UnreadableError:
             if skip_unreadable:
                 return None
@@ -182,16 +189,12 @@ def _in_turn(
 
 def read_image(path: AnyPath, resize_crop: tuple[int, int] | None = None) -> Pixels:
     """Read an image file as uint8 RGB (height, width, 3)."""
-    try:
-        with Image.open(path) as file:
-            return np.asarray(_resized(_rgb(ImageOps.exif_transpose(file)), resize_crop))
-    except Exception as error:  # decoders raise many kinds of errors for damaged files
-        raise UnreadableError(f"{path} cannot be read as an image ({error})") from error
+    with open_image(path) as file:
+        return np.asarray(_resized(_rgb(ImageOps.exif_transpose(file)), resize_crop))
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I;16"):  # PIL would clip all levels above 255 to white
-        image = Image.fromarray((np.asarray(image) // 257).astype(np.uint8))
+    image = at_8_bits(image)
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
@@ -202,6 +205,7 @@ def _resized(image: Image.Image, resize_crop: tuple[int, int] | None) -> Image.I
     if resize_crop is None:
         return image
     short, side = resize_crop
+    image = trimmed(image)
     factor = short / min(image.size)
     width, height = (max(short, int(length * factor)) for length in image.size)
     image = image.resize((width, height), Image.Resampling.BILINEAR)
@@ -219,7 +223,8 @@ def find_copyable_images(source: Path, target: Path) -> list[str]:
     for image in found:
         other = by_target.setdefault(str(Path(image).with_suffix("")), image)
         if other != image:
-            raise InputError(f"{source}: {other} and {image} would be written to one file. Rename one of them.")
+            both = f"{source}: {other} and {image}"
+            raise InputError(f"{printable(both)} would be written to one file. Rename one of them.")
     if target.resolve().is_relative_to(source.resolve()):
         raise ConfigError(f"{target} lies in {source}: what is written there would be taken for a source next time.")
     return found
@@ -228,16 +233,16 @@ def find_copyable_images(source: Path, target: Path) -> list[str]:
 def find_images(source: Path) -> list[str]:
     """Return the relative paths of all images below a folder, sorted, and raise an error if there are none."""
     if not source.is_dir():
-        raise InputError(f"{source} is not a folder: give one with images in it, or in sub-folders, one per class.")
-    found = sorted(
-        (Path(folder) / file).relative_to(source).as_posix()
-        for folder, _, files in os.walk(source, followlinks=True)
-        for file in files
-        if Path(file).suffix.lower() in SUFFIXES and not file.startswith(".")
-    )
-    if not found:
-        raise InputError(f"{source} holds no images ({', '.join(sorted(SUFFIXES))}).")
-    return found
+        raise InputError(
+            f"{printable(source)} is not a folder: give one with images in it, or in sub-folders, one per class."
+        )
+    found = search(source, [""])
+    if found.repeated or found.closed:
+        raise InputError(f"{printable(source)}: {'; '.join(found.problems())}. Remove or mend these.")
+    images = sorted(found.images[""] + found.no_files)  # the latter are named when they are read
+    if not images:
+        raise InputError(f"{printable(source)} holds no images ({', '.join(sorted(SUFFIXES))}).")
+    return images
 
 
 def _settings(
@@ -265,7 +270,9 @@ def _settings(
 
 def identify_images(images: list[str]) -> dict[str, Any]:
     """Return the number of images and a digest of their paths, which identify a list of images."""
-    return {"images": len(images), "images_digest": digest_bytes("\n".join(images).encode())}
+    # names may contain a line break, but no zero
+    lines = [image.replace("\n", "\0") for image in images]
+    return {"images": len(images), "images_digest": digest_bytes(os.fsencode("\n".join(lines)))}
 
 
 def require_same_settings(file: Path, settings: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from ..errors import InputError, shorten_list, suggest
 from .corruptions import EXTRA, GROUPS, SEVERITIES
 from .disk import open_array
 from .domains import DomainKey
-from .folder import SUFFIXES
+from .imagefile import has_image_name, is_folder, search
 from .preprocess import Input, Preprocess
 
 
@@ -31,6 +31,7 @@ class Row:
     paths: list[str] = field(default_factory=list)  # of image files, relative to `where`
     labels: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)  # images that cannot be decoded, each with the reason
 
 
 # Readers: each fills in one row, given the root of the data set, its layout and the names of its classes.
@@ -42,14 +43,13 @@ def read_tree(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> Non
         row.problems.append(_missing(row.where, root))
         return
     counts: Counter[str] = Counter()
+    found = search(row.where, names)
     for label, name in enumerate(names):
-        for folder, within, files in os.walk(row.where / name, followlinks=True):
-            within.sort()
-            images = [file for file in sorted(files) if _is_image(file)]
-            here = Path(folder).relative_to(row.where).as_posix()
-            row.paths += [f"{here}/{image}" for image in images]
-            row.labels += [label] * len(images)
-            counts[name] += len(images)
+        images = found.images[name]
+        row.paths += images
+        row.labels += [label] * len(images)
+        counts[name] = len(images)
+    row.problems += found.problems()
     if not row.paths:
         row.problems.append(_no_tree(row.where, names))
         return
@@ -75,20 +75,23 @@ def read_list(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> Non
     All labels beyond the classes become one label, which means no class.
     """
     file, row.where = row.where, root
-    try:
-        lines = [line for line in file.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError):
+    if not os.path.isfile(file):  # a pipe would wait for its writer
         row.problems.append(f"{_missing(file, root)}. Another list can be given with file_list=")
+        return
+    try:
+        lines = [line for line in os.fsdecode(file.read_bytes()).split("\n") if line.strip()]
+    except OSError as error:
+        row.problems.append(f"{file} cannot be read ({error.strerror})")
         return
     gone = []
     for line in lines:
         path, _, label = line.strip().rpartition(" ")
         path = os.path.normpath(path.strip())
-        if not label.isdecimal() or path.startswith(("/", "..")):
+        if not label.isdecimal() or len(label) > 9 or path.startswith(("/", "..")):
             row.problems.append(f"{file} has the line {line!r}: expected a path from {root} and a label")
             row.paths, row.labels = [], []
             return
-        if (root / path).is_file():
+        if os.path.isfile(root / path):
             row.paths.append(path)
             row.labels.append(min(int(label), len(names)))
         else:
@@ -123,10 +126,6 @@ def read_arrays(row: Row, root: Path, layout: Layout, names: Sequence[str]) -> N
             row.problems.append(f"{len(row.labels)} images of each severity instead of {row.expected}")
 
 
-def _is_image(file: str) -> bool:
-    return os.path.splitext(file)[1].lower() in SUFFIXES and not file.startswith(".")
-
-
 def _entries(folder: Path) -> tuple[list[str], list[str]]:
     """Return the sorted folders and files in a folder.
 
@@ -134,7 +133,7 @@ def _entries(folder: Path) -> tuple[list[str], list[str]]:
     """
     try:
         with os.scandir(folder) as found:
-            entries = sorted((entry.name, entry.is_dir()) for entry in found if not entry.name.startswith((".", "__")))
+            entries = sorted((entry.name, is_folder(entry)) for entry in found if not entry.name.startswith((".", "__")))
     except OSError:
         return [], []
     return [name for name, is_folder in entries if is_folder], [name for name, is_folder in entries if not is_folder]
@@ -153,7 +152,7 @@ def _missing(where: Path, root: Path) -> str:
 
 def _no_tree(where: Path, names: Sequence[str]) -> str:
     folders, files = _entries(where)
-    flat = [file for file in files if _is_image(file)]
+    flat = [file for file in files if has_image_name(file)]
     if flat and flat[0].startswith("ILSVRC2012_val_"):
         return (
             f"{where} has its {len(flat)} images unsorted in one folder, where nothing says their classes. To sort them, "

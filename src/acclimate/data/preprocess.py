@@ -14,11 +14,15 @@ from ..errors import ConfigError, InputError, require_whole
 from ..models.families import view
 from ..models.normalisation import Normalisation, model_normalisation, unknown_normalisation
 from .corruptions import Pixels
+from .imagefile import most_pixels, trimmed
 
 
 @dataclass(frozen=True)
 class Preprocess:
     """The preprocessing of an image: resize, central crop, and normalisation. The results equal those of torchvision.
+
+    Of an image that is more than 16 times as long as wide, only the central part is resized. This may move the crop by half
+    a pixel.
 
     Args:
         resize: The length of the shorter side, or (height, width), which may change the aspect ratio. None keeps the size.
@@ -54,6 +58,8 @@ class Preprocess:
     def __call__(self, image: Image.Image) -> Pixels:
         """Return an RGB image as uint8 (height, width, 3), ready for a corruption or for `normalised`."""
         if self.resize is not None:
+            if self.crop is not None and not isinstance(self.resize, tuple):
+                image = trimmed(image)
             width, height = image.size
             if isinstance(self.resize, tuple):
                 height, width = self.resize
@@ -61,6 +67,8 @@ class Preprocess:
                 width, height = self.resize, int(self.resize * height / width)
             else:
                 width, height = int(self.resize * width / height), self.resize
+            if width * height > most_pixels():
+                raise InputError(f"it would have {width} x {height} pixels when resized: give a crop, or (height, width)")
             image = image.resize((width, height), Image.Resampling.BILINEAR)
         if self.crop is not None:
             width, height = image.size

@@ -6,7 +6,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
 from .corruptions import CORRUPTIONS, EXTRA, SEVERITIES, Pixels, constants_for, corrupt
-from .folder import AnyPath
+from .imagefile import AnyPath
 
 TILE = 224  # approximate longer side of a tile, in pixels
 GAP, LABEL, HEADER = 6, 170, 34

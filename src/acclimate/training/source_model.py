@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ..core import statefile
 from ..core.files import file_digest
 from ..data.domains import Domain
-from ..data.folder import AnyPath
+from ..data.imagefile import AnyPath
 from ..data.preprocess import input_of
 from ..errors import ConfigError, InputError, require_between, require_whole
 from ..models.families import view

@@ -28,11 +28,12 @@ from ... import __version__
 from ...core.digests import digest_json
 from ...core.files import write_whole
 from ...core.statefile import digest
-from ...data.corruptions import Integers
+from ...data.corruptions import Integers, Pixels
 from ...data.disk import Files
 from ...data.domains import Domain, Subset
-from ...data.folder import AnyPath, FolderReport, find_copyable_images, identify_images, read_image, require_same_settings
-from ...errors import ConfigError, InputError, UnreadableError, require_whole
+from ...data.folder import FolderReport, find_copyable_images, identify_images, read_image, require_same_settings
+from ...data.imagefile import AnyPath, central_part
+from ...errors import ConfigError, InputError, UnreadableError, printable, require_whole
 from .denoisers import open_denoiser
 from .process import regenerated, resized
 
@@ -165,14 +166,17 @@ def _generated(domain: Domain, folder: Path) -> Domain:
     missing = [path for path in paths if not (folder / path).is_file()]
     if missing or not paths:
         what = f"{len(missing)} of {len(paths)} images ({missing[0]})" if missing else f"what was made of {originals[0]}"
-        raise InputError(f"{folder} lacks {what}: `acclimate dda` makes what is missing.")
+        raise InputError(f"{printable(folder)} lacks {printable(what)}: `acclimate dda` makes what is missing.")
     how = domain.preprocess  # images that were stored at the size of the model were enlarged to the size of the denoiser
     how = how if how.resize is not None or how.crop is None else replace(how, resize=(how.crop, how.crop))
     return Files(folder, paths, domain.labels, how, name=domain.key.name, severity=domain.key.severity)
 
 
-def _square(pixels: object, size: int | None) -> Tensor:
+def _square(pixels: Pixels, size: int | None) -> Tensor:
     """Return the central square of an image at the size of the denoiser, with pixels from -1 to 1."""
+    if size is not None:
+        left, top, right, bottom = central_part(pixels.shape[1], pixels.shape[0])
+        pixels = pixels[top:bottom, left:right]
     image = torch.tensor(pixels).permute(2, 0, 1) / 127.5 - 1
     if size is None:
         return image

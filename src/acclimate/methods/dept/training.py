@@ -32,7 +32,7 @@ from ...core.engine import Engine, keep_all
 from ...core.statistics import SourceStatistics
 from ...core.wrapping import require_unwrapped
 from ...data.domains import Domain
-from ...data.folder import AnyPath
+from ...data.imagefile import AnyPath
 from ...errors import InputError, require_between, require_whole
 from ...models.families import view
 from ...models.fingerprint import fingerprint
