@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from ..errors import ConfigError, InputError, require_between, require_whole
+from ..errors import AcclimateError, ConfigError, InputError, require_between, require_whole
 from .corruptions import Integers
 from .domains import Domain, DomainKey
 
@@ -199,19 +199,38 @@ class Stream:
     def since(self, done: int) -> Iterator[Batch]:
         """Yield the batches after the first `done` ones, which are not loaded."""
         batches = [part[i : i + self.batch_size] for part in self._parts for i in range(0, len(part), self.batch_size)]
-        return iter(
-            DataLoader(
-                self,  # type: ignore[arg-type]  # a loader uses nothing but __getitems__
-                batch_sampler=batches[done:],  # type: ignore[arg-type]
-                num_workers=self.workers,
-                collate_fn=_as_it_is,
-                pin_memory=torch.cuda.is_available(),
-                generator=torch.Generator(),  # otherwise the loader would draw from torch's global generator
-            )
+        loader: DataLoader[Any] = DataLoader(
+            self,  # type: ignore[arg-type]  # a loader uses nothing but __getitems__
+            batch_sampler=batches[done:],  # type: ignore[arg-type]
+            num_workers=self.workers,
+            collate_fn=_as_it_is,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator(),  # otherwise the loader would draw from torch's global generator
         )
+        try:
+            for batch in loader:
+                if isinstance(batch, AcclimateError):
+                    raise batch
+                yield batch
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader worker (pid"):
+                raise
+            raise AcclimateError(
+                "A process that loads images was killed. Memory may be short: give fewer workers, or 0, which loads in this "
+                "process."
+            ) from error
 
-    def __getitems__(self, positions: Integers) -> Batch:
-        """Return one batch, given positions as in `order`."""
+    def __getitems__(self, positions: Integers) -> Batch | AcclimateError:
+        """Return one batch, given positions as in `order`, or the error that says why it cannot be loaded.
+
+        An error that is raised in another process would reach the user as torch's traceback of many lines.
+        """
+        try:
+            return self._batch(positions)
+        except AcclimateError as error:
+            return error
+
+    def _batch(self, positions: Integers) -> Batch:
         domain = np.searchsorted(self._starts, positions, side="right") - 1
         images: Tensor | None = None
         for i in np.unique(domain):
