@@ -196,7 +196,7 @@ def test_entropy_of_extreme_logits():
     assert entropy(torch.tensor([[1e4, 0.0, 0.0]])).item() == 0
 
 
-@pytest.mark.parametrize("options", [{"precision": "int8"}, {"micro_batch": 0}, {"micro_batch": 2.5}])
+@pytest.mark.parametrize("options", [{"micro_batch": 0}, {"micro_batch": 2.5}])
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         engine_on(tiny_vit(), **options)
