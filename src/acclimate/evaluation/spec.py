@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -25,6 +26,7 @@ from ..data.streams import Stream
 from ..models.families import view
 from ..models.fingerprint import fingerprint
 
+LONGEST = 100  # number of letters of the description in the name of a folder
 RESET = "the source model for each run"
 LIBRARIES = ("torch", "timm", "numpy", "scipy", "pillow")
 
@@ -80,9 +82,10 @@ class Spec:
 
     @property
     def folder(self) -> str:
-        """The name of the folder of the run, which describes it."""
+        """The name of the folder of the run, which describes it, in letters that every file system accepts."""
         where = str(self.domains[0]).replace("/", "-") if len(self.domains) == 1 else f"{len(self.domains)}-domains"
-        return f"{self.method}-{where.replace(' ', '_')}-{self.setting}-{self.seed}-{self.id}"
+        about = f"{self.method}-{where}-{self.setting}-{self.seed}"
+        return f"{re.sub('[^a-zA-Z0-9_.+-]', '_', about)[:LONGEST]}-{self.id}"
 
     @cached_property
     def card(self) -> dict[str, str]:
