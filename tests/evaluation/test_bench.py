@@ -13,6 +13,7 @@ from PIL import Image
 
 import acclimate
 from acclimate.cli import main
+from acclimate.core import registry
 from acclimate.data import bundled
 from acclimate.data.catalog import Data
 from acclimate.data.domains import Corrupted, DomainKey, Images, Subset
@@ -213,6 +214,7 @@ def as_imagenet_c(outcomes, severity=5):
             o,
             spec=replace(o.spec, dataset="imagenet-c", domains=[DomainKey(key.name, severity)]),
             result=replace(o.result, per_domain={DomainKey(key.name, severity): o.result.mean}, by_image={}),
+            folder=None,
         )
         for o in outcomes
         for key in o.spec.domains
@@ -395,12 +397,12 @@ def test_table_takes_streams_of_several_lengths(tmp_path, capsys):
     assert code == 0 and "frost" in out, err
 
 
-def test_table_and_report_know_methods_that_this_process_does_not(tmp_path, capsys, monkeypatch):
-    results = acclimate.bench(methods=["source", "tent"], corruptions=["fog"], out=tmp_path, **SMALL)
-    file = Store(tmp_path).folder(results[1].spec) / "result.json"
-    content = json.loads(file.read_text())
-    content["spec"]["method"] = "mine"
-    file.write_text(json.dumps(content))
+def test_table_and_report_know_methods_that_this_process_does_not(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        'import acclimate\nfrom acclimate.methods.tent import Tent\n@acclimate.register("mine")\nclass Mine(Tent): pass\n'
+    )
+    acclimate.bench(methods=["source", str(tmp_path / "mine.py")], corruptions=["fog"], out=tmp_path, **SMALL)
+    del registry._REGISTRY["mine"]
     code, out, err = call(capsys, "table", tmp_path, "--format", "markdown")
     assert code == 0 and "| mine |" in out, err
     assert call(capsys, "report", tmp_path, "-o", tmp_path / "report.html")[0] == 0

@@ -156,7 +156,7 @@ def test_a_state_without_its_steps_is_refused(tmp_path, monkeypatch):
     folder = store.folder(outcome.spec)
     (folder / "result.json").unlink()
     (folder / "steps.jsonl").write_bytes(b"")
-    with pytest.raises(StateError, match="lacks steps"):
+    with pytest.raises(StateError, match=r"state\.safetensors does not follow from the lines of steps\.jsonl"):
         grid(store, streams=[Stream(Samples(), batch_size=8)], methods=methods)
 
 

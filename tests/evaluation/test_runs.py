@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 from dataclasses import replace
 
@@ -21,7 +22,7 @@ from acclimate.errors import ConfigError, StateError
 from acclimate.evaluation import jobs as work
 from acclimate.evaluation.formats import markdown, terminal
 from acclimate.evaluation.grid import run_grid
-from acclimate.evaluation.run import run
+from acclimate.evaluation.run import Result, run
 from acclimate.evaluation.scores import Scores
 from acclimate.evaluation.spec import describe, specify
 from acclimate.evaluation.store import Store
@@ -146,19 +147,10 @@ def _interrupt(adapter, *rest, **options):
     return run(adapter, *rest, **options)
 
 
-def test_a_result_that_cannot_be_read_is_named(tmp_path):
-    store, stream = Store(tmp_path), Stream(Batches(), batch_size=8)
-    spec = specify(stream, "source", {}, model=describe(tiny_vit(), "tiny"))
-    assert store.find(spec) is None
-    quiet = quiet_grid(tiny_vit(), [stream], {"source": {}})
-    path = store.write(spec, quiet[0].result)
-    assert store.find(spec) == quiet[0].result
-    hopeless = replace(quiet[0].result, nll=math.inf, events=[(3, "recovered")])
-    store.write(spec, hopeless)
-    assert store.find(spec) == hopeless
-    path.write_text("{")
-    with pytest.raises(StateError, match=r"result\.json"):
-        store.find(spec)
+def test_a_result_comes_back_from_its_file(outcomes):
+    hopeless = replace(outcomes[0].result, nll=math.inf, events=[(3, "recovered")])
+    for result in (outcomes[0].result, hopeless):
+        assert Result.from_json(json.loads(json.dumps(result.to_json(), allow_nan=False))) == result
 
 
 def test_the_identity_of_a_run_has_all_that_decides_it():

@@ -434,10 +434,14 @@ class Adapter(nn.Module):
         self.state.apply(self.state.initial)
         self.record, self._last, self._good = None, None, None
 
-    def save(self, path: str | PathLike[str]) -> None:
+    def save(self, path: str | PathLike[str], *, note: str | None = None) -> None:
         """Write the state to a safetensors file, from which `acclimate.load` can continue.
 
         The file contains what adaptation changed, and not the backbone.
+
+        Args:
+            path: The file.
+            note: A text that is kept in the header of the file.
         """
         with self._alone():
             if not is_registered(self.method):
@@ -450,6 +454,7 @@ class Adapter(nn.Module):
                 "options": self._options,
                 "model": {"class": type(self.model).__name__, **self.fingerprint()},
                 "steps": int(self.steps),
+                "note": note,
                 "source": None if self._source_about is None else dict(self._source_about),
                 "versions": {"acclimate": __version__, "torch": torch.__version__, **self.engine.vit.version},
             }

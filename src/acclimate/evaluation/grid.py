@@ -102,6 +102,7 @@ def run_grid(
         console: The console for progress: bars on a terminal, and otherwise a line for each finished run.
     """
     grid = _part(_jobs(testbed, streams, methods, protocol), execution.shard)
+    kept = store is not None
     with ExitStack() as stack:
         store = store or Store(stack.enter_context(tempfile.TemporaryDirectory(prefix="acclimate-")))
         store.prepare()
@@ -123,7 +124,7 @@ def run_grid(
         for i, result in results:
             done[i] = result
             view.finished(i, result)
-    return [Outcome(job.spec, done[i], i in found, store.folder(job.spec)) for i, job in enumerate(grid)]
+    return [Outcome(job.spec, done[i], i in found, store.folder(job.spec) if kept else None) for i, job in enumerate(grid)]
 
 
 def _jobs(

@@ -81,7 +81,7 @@ def run_job(
                 result = run(adapter, job.stream, on_step, journal, unknown=protocol.unknown)
             finally:
                 adapter.unwrap()
-            store.write(job.spec, result)
+            store.write(job.spec, result, journal)
     return result
 
 

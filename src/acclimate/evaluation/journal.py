@@ -2,7 +2,8 @@
 
 The records are flushed to the disk before a state is written, and a state replaces its predecessor atomically. Whenever the
 process is killed, the state is therefore whole, and so are the records of all steps that it counts. Records of later steps
-are removed, and these steps are repeated.
+are removed, and these steps are repeated. A chain of digests (`chain`) joins the records to each other, to the run, and to
+the state.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from ..core import statefile
 from ..core.adapter import Adapter
 from ..errors import StateError
+from .chain import lost, read_records, seal_record
 
 STEPS, STATE = "steps.jsonl", "state.safetensors"
 
@@ -25,11 +28,13 @@ class Journal:
 
     Args:
         folder: The folder of the run.
+        run: The identifier of the run.
         every: The number of seconds between two states.
     """
 
-    def __init__(self, folder: Path, every: float = 30.0) -> None:
+    def __init__(self, folder: Path, run: str, every: float = 30.0) -> None:
         self.folder, self.every = folder, every
+        self._run = self._digest = run
         self._file: IO[bytes] | None = None
         self._saved = time.monotonic()
 
@@ -38,13 +43,7 @@ class Journal:
         state, steps = self.folder / STATE, self.folder / STEPS
         lines: list[bytes] = []
         if state.exists():
-            adapter.load(state)
-            with steps.open("rb") as file:
-                lines = [line for line, _ in zip(file, range(int(adapter.steps)))]
-            if len(lines) < int(adapter.steps) or not lines[-1].endswith(b"\n"):
-                raise StateError(
-                    f"{steps} lacks steps that {state} counts: remove {self.folder}, and the run starts afresh."
-                )
+            lines = self._restore(adapter, state, steps)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = steps.open("r+b" if steps.exists() else "w+b")
@@ -54,15 +53,34 @@ class Journal:
             raise StateError(f"Cannot write {steps}: {error.strerror}.") from error
         yield from map(json.loads, lines)
 
+    def _restore(self, adapter: Adapter, state: Path, steps: Path) -> list[bytes]:
+        """Restore the state in the adapter, and return the records that lead to it. Both are checked first."""
+        try:
+            tensors, header = statefile.read(state)
+        except StateError as error:
+            raise StateError(f"{str(error).removesuffix('.')}, {lost(self.folder)}") from None
+        lines, self._digest = read_records(steps, self._run, header.get("steps"))
+        if header.get("note") != self._digest:
+            raise StateError(f"{state} does not follow from the lines of {STEPS} beside it, {lost(self.folder)}")
+        adapter.resume(state, tensors, header)
+        return lines
+
     def record(self, line: dict[str, Any], adapter: Adapter) -> None:
         """Write the record of a step, and a state if the last one is old."""
         assert self._file is not None, "resume() opens the journal"
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        content, self._digest = seal_record(line, self._digest)
+        self._file.write(content)
         self._file.flush()  # other processes read it to show progress
         if time.monotonic() - self._saved >= self.every:
             os.fsync(self._file.fileno())
-            adapter.save(self.folder / STATE)
+            adapter.save(self.folder / STATE, note=self._digest)
             self._saved = time.monotonic()
+
+    def end(self) -> str:
+        """Flush the records to the disk, and return the digest of the last one."""
+        assert self._file is not None, "resume() opens the journal"
+        os.fsync(self._file.fileno())
+        return self._digest
 
     def close(self, *, finished: bool) -> None:
         """Close the files, and remove the state of a finished run."""
@@ -73,15 +91,9 @@ class Journal:
             (self.folder / STATE).unlink(missing_ok=True)
 
 
-def steps_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of the steps of a finished run, or an empty list if there are none."""
-    try:
-        with (folder / STEPS).open("rb") as file:
-            return [json.loads(line) for line in file]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise StateError(f"{folder / STEPS} cannot be read ({error}): remove {folder}, and the run starts afresh.") from None
+def steps_of(folder: Path, run: str) -> list[dict[str, Any]]:
+    """Return the records of the steps of a finished run, which `run` identifies, after checking them."""
+    return [json.loads(line) for line in read_records(folder / STEPS, run)[0]]
 
 
 def latest_record(folder: Path) -> dict[str, Any] | None:

@@ -6,6 +6,8 @@
 | `steps.jsonl` | after every step | the record of each step, with the scores of each image |
 | `state.safetensors` | every 30 seconds | a state from which the run can continue; removed at the end |
 | `result.json` | last, atomically | the result and the specification |
+
+A result is read only together with its steps, and only if nothing in either was changed: see `chain`.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ..core.digests import digest_json
 from ..core.files import write_whole
 from ..errors import StateError
-from .journal import STATE, Journal
+from .chain import KEY, lost, read_records, seal_result
+from .journal import STATE, STEPS, Journal
 from .run import Result
 from .spec import Spec
 
@@ -33,7 +37,7 @@ class Outcome:
     spec: Spec
     result: Result
     found: bool = False  # whether it was in the store before
-    folder: Path | None = field(default=None, compare=False)  # that it was read from
+    folder: Path | None = field(default=None, compare=False)  # None if the run was not kept
 
 
 class Store:
@@ -61,12 +65,12 @@ class Store:
         return self.root / spec.folder
 
     def find(self, spec: Spec) -> Result | None:
-        """Return the result of a run, or None if the run is not finished."""
+        """Return the result of a run, or None if the run is not finished. A result that was changed is refused."""
         path = self.folder(spec) / RESULT
         return _read(path).result if path.exists() else None
 
     def outcomes(self) -> list[Outcome]:
-        """Return all finished runs in this folder and its sub-folders."""
+        """Return all finished runs in this folder and its sub-folders. A result that was changed is refused."""
         if not self.root.is_dir():
             raise StateError(f"{self.root} is not a folder of runs; `acclimate bench --out {self.root}` would make one.")
         return [_read(path) for path in sorted(self.root.rglob(RESULT))]
@@ -79,19 +83,20 @@ class Store:
         """
         folder = self.folder(spec)
         write_whole(folder / SPEC, json.dumps(asdict(spec), indent=1).encode())
-        journal = Journal(folder, self.every)
+        journal = Journal(folder, spec.id, self.every)
         with _alone(folder / LOCK):
+            finished = False
             try:
                 yield journal
+                finished = (folder / RESULT).exists()
             finally:
-                journal.close(finished=(folder / RESULT).exists())
+                journal.close(finished=finished)
 
-    def write(self, spec: Spec, result: Result) -> Path:
-        """Write a result atomically, and return its path."""
-        path = self.folder(spec) / RESULT
+    def write(self, spec: Spec, result: Result, journal: Journal) -> None:
+        """Write the result of a run with a journal atomically. It is on the disk when this function returns."""
         content = {"card": spec.card, "spec": asdict(spec), "result": result.to_json(), "digest": result.digest}
-        write_whole(path, json.dumps(content, indent=1, allow_nan=False).encode())
-        return path
+        sealed = seal_result(content, journal.end())
+        write_whole(self.folder(spec) / RESULT, json.dumps(sealed, indent=1, allow_nan=False).encode())
 
     def forget(self, spec: Spec) -> None:
         """Remove the result and the state of a run, so that it starts from the beginning."""
@@ -100,11 +105,22 @@ class Store:
 
 
 def _read(path: Path) -> Outcome:
+    """Read a result, and check it against its steps and the name of its folder."""
+    folder = path.parent
     try:
-        content = json.loads(path.read_text())
-        return Outcome(Spec.from_json(content["spec"]), Result.from_json(content["result"]), True, path.parent)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StateError(f"{path} is not a result of this version ({error}): remove it, and it is run again.") from None
+        sealed = json.loads(path.read_bytes())
+        run, content = digest_json(sealed["spec"]), {key: value for key, value in sealed.items() if key != KEY}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StateError(f"{path} cannot be read ({error}), {lost(folder)}") from None
+    if seal_result(content, read_records(folder / STEPS, run)[1]) != sealed:
+        raise StateError(f"{path} is not what the run wrote, {lost(folder)}")
+    try:
+        spec, result = Spec.from_json(content["spec"]), Result.from_json(content["result"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(f"{path} is of another version of acclimate ({error}), {lost(folder)}") from None
+    if Path(os.path.abspath(folder)).name != spec.folder:
+        raise StateError(f"{path} is the result of another run: rename {folder} to {spec.folder}, or remove it.")
+    return Outcome(spec, result, True, folder)
 
 
 @contextmanager

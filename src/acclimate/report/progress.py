@@ -58,8 +58,7 @@ def health_curves(sheet: Sheet) -> Iterator[Html]:
     lines: dict[str, dict[str, Curve]] = {}
     where = np.linspace(0, 1, POINTS)
     for label in reversed(sheet.ranked):
-        runs = [steps for o in sheet.runs[label] if o.folder is not None and (steps := steps_of(o.folder))]
-        each = [health(steps) for steps in runs]
+        each = [health(steps_of(o.folder, o.spec.id)) for o in sheet.runs[label] if o.folder is not None]
         for what in each[0] if each else ():
             course = np.mean([resampled(signs[what], where) for signs in each], axis=0)
             lines.setdefault(what, {})[label] = (100 * where).tolist(), course.tolist()
