@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import json
+import random
 import re
 import shutil
-import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from browser import needs_browser, probe_page
 
 import acclimate
 from acclimate.analysis.figures import INK, Figure, SavedFigure, drawing, new
@@ -20,17 +23,23 @@ from acclimate.report.page import page
 from acclimate.report.progress import health, resampled
 
 pytest.importorskip("matplotlib")
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-PROBE = """<script>
-const drawn = [...document.querySelectorAll(".drawn svg, .panels svg")].map((svg) => svg.getBoundingClientRect());
-const bitmaps = [...document.querySelectorAll(".drawn image")].map((image) => image.getBoundingClientRect().width);
-const ink = () => getComputedStyle(document.querySelector(".drawn svg text")).fill;
+PROBE = """
+const image = document.querySelector(".drawn img");
+const ink = () => {  // of the darkest or the lightest pixel: that of the axes
+  const canvas = Object.assign(document.createElement("canvas"), {width: image.naturalWidth, height: image.naturalHeight});
+  const pen = canvas.getContext("2d");
+  pen.drawImage(image, 0, 0);
+  const pixels = pen.getImageData(0, 0, canvas.width / 2, canvas.height).data;
+  const opaque = [...pixels.keys()].filter((i) => i % 4 === 0 && pixels[i + 3] === 255).map((i) => pixels[i]);
+  return [Math.min(...opaque.filter((red) => red > 0)), Math.max(...opaque)];
+};
 const before = ink();
 document.getElementById("theme").click();
-const report = {sizes: drawn.map((box) => [box.width, box.height]), bitmaps, inks: [before, ink()],
+const sizes = (selector) => [...document.querySelectorAll(selector)].map((part) => part.getBoundingClientRect());
+return {sizes: sizes(".drawn img, .panels svg").map((box) => [box.width, box.height]), inks: [before, ink()],
+  natural: [...document.querySelectorAll(".drawn img")].map((each) => each.naturalWidth),
   tooWide: document.documentElement.scrollWidth - innerWidth};
-document.body.append(Object.assign(document.createElement("pre"), {id: "seen", textContent: JSON.stringify(report)}));
-</script></body>"""
+"""
 
 
 def figure(name="lines", **words) -> Figure:
@@ -54,11 +63,9 @@ def test_a_figure_is_four_files_and_comes_back(tmp_path):
         assert next(csv.DictReader(file)) == {"block": "1", "distance": "0.123457", "head": "a"}
     kept = SavedFigure.read(files[3])
     assert (kept.title, kept.caption, kept.findings) == ("Lines", "What they show.", ["They rise by 1."])
-    assert kept.svg.startswith("<svg") and "a line" in kept.svg, "letters stay letters"
-    assert INK not in kept.svg and "currentColor" in kept.svg and "<style" not in kept.svg
-    names = re.findall(r'\bid="([^"]+)"', kept.svg)
-    assert names and all(name.startswith("lines-") for name in names)
-    assert set(re.findall(r'(?:xlink:href="|url\()#([^")]+)', kept.svg)) <= set(names)
+    assert "a line" in kept.svg, "letters stay letters"
+    assert INK not in kept.svg and "currentColor" in kept.svg
+    ElementTree.fromstring(kept.svg)  # an image is XML, and is not shown if it has an error
 
 
 def test_equal_numbers_make_equal_files(tmp_path):
@@ -72,6 +79,37 @@ def test_a_damaged_figure_is_named(tmp_path):
     (tmp_path / "half.json").write_text('{"title": "x"')
     with pytest.raises(StateError, match=r"half\.json is not a figure of `acclimate analyze`"):
         SavedFigure.read(tmp_path / "half.json")
+
+
+def test_an_edited_figure_is_refused(made, tmp_path, capsys):
+    """Also one whose edit would pass it off as a figure of the model of the runs."""
+    ours = Store(made / "runs").outcomes()[0].spec.model
+    words, drawn = figure(origin={**ours, "weights": "0123"}).save(tmp_path)[3], tmp_path / "lines.svg"
+    content, svg = json.loads(words.read_bytes()), drawn.read_bytes()
+    edits = {key: json.dumps({**content, key: value}) for key, value in (
+        ("origin", ours), ("title", "Others"), ("caption", ""), ("findings", ["They fall."]), ("protocol", {}),
+        ("name", "first"), ("digest", "0" * 16),
+    )}  # fmt: skip
+    edits |= {f"without {key}": json.dumps({k: v for k, v in content.items() if k != key}) for key in content}
+    command = ["report", str(made / "runs"), "-o", str(tmp_path / "page.html"), "--figures", str(tmp_path)]
+    for edit, text in edits.items():
+        words.write_text(text, encoding="utf-8")
+        assert main(command) == 2, edit
+        error = capsys.readouterr().err
+        assert "lines.json" in error and "`acclimate analyze`" in error and error.count("\n") == 1, edit
+    words.write_text(json.dumps(content), encoding="utf-8")
+    draw = random.Random(0)
+    for _ in range(50):
+        place = draw.randrange(len(svg))
+        drawn.write_bytes(bytes([*svg[:place], svg[place] ^ draw.randrange(1, 256), *svg[place + 1 :]]))
+        with pytest.raises(StateError, match=r"lines\.json and its drawing are not what"):
+            SavedFigure.read(words)
+    drawn.write_bytes(svg)
+    copies = [Path(shutil.copy(file, tmp_path / f"copy{file.suffix}")) for file in (words, drawn)]
+    assert main(command) == 2 and "copy.json" in capsys.readouterr().err, "a figure has its own name"
+    for copy in copies:
+        copy.unlink()
+    assert main(command) == 0 and "lines: left out, because it is of another model" in capsys.readouterr().out
 
 
 def test_vital_signs_are_of_each_step_not_of_all_so_far():
@@ -147,19 +185,12 @@ def test_figures_of_another_model_are_left_out_and_named(made, tmp_path, capsys)
     assert "<h2>same</h2>" in text and "<h2>other</h2>" not in text
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@needs_browser
 def test_a_browser_shows_the_report(made):
-    file = made / "probed.html"
-    file.write_text((made / "report.html").read_text().replace("</body>", PROBE))
-    quiet = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --enable-logging=stderr"
-    options = [*quiet.split(), "--window-size=500,900", f"--user-data-dir={made}/home", "--dump-dom", file.as_uri()]
-    shown = subprocess.run([BROWSER, *options], capture_output=True, text=True, timeout=60)
-    assert "CONSOLE" not in shown.stderr, [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
-    found = re.search(r'<pre id="seen">(.*?)</pre>', shown.stdout)
-    assert found
-    report = json.loads(found[1])
+    report, console = probe_page((made / "report.html").read_text(encoding="utf-8"), PROBE, made)
+    assert not console
     assert len(report["sizes"]) == 2 + 3 + 2 and all(width > 100 and height > 50 for width, height in report["sizes"])
-    assert len(report["bitmaps"]) == 2 and min(report["bitmaps"]) > 20
+    assert report["natural"] == [480, 480], "as wide as it was drawn: 5 inches"
     assert report["inks"][0] != report["inks"][1], "the figures' ink follows the page's colours"
     assert report["tooWide"] <= 0
 

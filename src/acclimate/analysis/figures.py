@@ -5,13 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..core.digests import digest_bytes
 from ..core.files import write_whole
 from ..errors import ConfigError, StateError
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, without the yellow that white paper swallows
 HUES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F")
-INK = "#1b1b1c"  # of text and axes; in a page it becomes the page's own colour
+INK = "#1b1b1c"  # of text and axes
+PAGE_INK, DARK_PAGE_INK = "#1b1e23", "#e9ebee"  # what it becomes in a page: --ink of report/page.css
 SEQUENTIAL = "viridis"
 WORDS = ("name", "title", "caption", "findings", "protocol", "origin")  # what is in a figure's JSON file
 
@@ -52,12 +53,9 @@ class Figure:
     def save(self, folder: Path) -> list[Path]:
         """Write NAME.png, NAME.svg, NAME.csv, and NAME.json with the words, and return the files."""
         words = {key: getattr(self, key) for key in WORDS}
-        contents = {
-            "png": self._drawn("png"),
-            "svg": self._drawn("svg"),
-            "csv": self.csv().encode(),
-            "json": json.dumps(words, indent=1, ensure_ascii=False).encode(),
-        }
+        contents = {"png": self._drawn("png"), "svg": self._drawn("svg"), "csv": self.csv().encode()}
+        about = {**words, "digest": _digest(words, contents["svg"])}
+        contents["json"] = json.dumps(about, indent=1, ensure_ascii=False).encode()
         for kind, content in contents.items():
             write_whole(folder / f"{self.name}.{kind}", content)
         return [folder / f"{self.name}.{kind}" for kind in contents]
@@ -92,33 +90,37 @@ class SavedFigure:
     findings: list[str]
     protocol: dict[str, str]
     origin: dict[str, str]
-    svg: str  # to stand in a page: its text and axes take the page's colour
+    svg: str  # for an image in a page: its text and axes take the page's colour
 
     @classmethod
     def read(cls, path: Path) -> SavedFigure:
-        """Read a figure from its JSON file, and the drawing beside that."""
+        """Read a figure from its JSON file, and the drawing beside that. A figure that was changed is refused."""
         try:
-            content = json.loads(path.read_text())
-            svg = path.with_suffix(".svg").read_text()
-            words = {key: content[key] for key in WORDS}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            content = json.loads(path.read_bytes())
+            drawn = path.with_suffix(".svg").read_bytes()
+            words, digest = {key: content[key] for key in WORDS}, content["digest"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise StateError(f"{path} is not a figure of `acclimate analyze` ({error}): make it again.") from None
-        return cls(**words, svg=_inline(svg, path.stem))
+        if digest != _digest(words, drawn) or words["name"] != path.stem:
+            raise StateError(f"{path} and its drawing are not what `acclimate analyze` wrote: make them again.")
+        return cls(**words, svg=_with_ink_of_page(drawn.decode()))
 
     def shows(self, model: Mapping[str, str]) -> bool:
         """Return whether this is a figure of a model, which `describe` or a run's `spec.model` describes."""
         return all(self.origin.get(key) == model[key] for key in ("weights", "architecture"))
 
 
-def _inline(svg: str, name: str) -> str:
-    """Return an SVG file as part of a page: no prolog, names that no other drawing has, the page's colour for ink."""
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.S)
-    svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
-    svg = re.sub(r'(xlink:href="|url\()#', rf"\1#{name}-", svg)
-    # as wide as it was drawn, and narrower where there is less room
-    svg = re.sub(r'width="([\d.]+)pt" height="[\d.]+pt"', r'style="max-width: \1pt; stroke-linejoin: round"', svg, count=1)
-    return svg.replace(INK, "currentColor")
+def _digest(words: Mapping[str, Any], drawn: bytes) -> str:
+    """Return the digest of the words and the drawing of a figure."""
+    return digest_bytes(json.dumps(words, sort_keys=True).encode(), drawn)
+
+
+def _with_ink_of_page(svg: str) -> str:
+    """Return a drawing whose text and axes follow the colour scheme of the page that shows it as an image."""
+    dark = f"@media (prefers-color-scheme: dark) {{ svg {{ color: {DARK_PAGE_INK}; }} }}"
+    style = f"<style>svg {{ color: {PAGE_INK}; }} text {{ fill: currentColor; }} {dark}</style>"
+    start, end = svg[: svg.index("<svg")], svg[svg.index("<svg") :].replace(INK, "currentColor")
+    return start + end.replace(">", f">{style}", 1)
 
 
 @contextmanager

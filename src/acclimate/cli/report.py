@@ -21,6 +21,7 @@ examples:
 
 The page is one file that needs no network: table, accuracy and health along the stream, costs, events, figures, and the
 protocol. Figures are those that `acclimate analyze` wrote; those of another model are left out, and the command says so.
+Runs and figures that were edited are refused.
 """
 
 

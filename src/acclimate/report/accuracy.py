@@ -14,6 +14,7 @@ from .html import Html, breakable, items, join, scrolled_table, tag
 from .sheet import Sheet
 
 DASH, MINUS = "\N{EN DASH}", "\N{MINUS SIGN}"
+TINTS = "".join(f".tint{number} {{ --tint: {number / 100:g}; }}\n" for number in range(101))  # the classes of `_tint`
 
 
 def accuracy_part(sheet: Sheet, paper: PublishedTable | None) -> Iterator[Html]:
@@ -62,8 +63,7 @@ def _cell(grid: Grid, row: RowKey, column: Column, limit: float) -> Html:
         tag("b", number) if grid.best(row, column) else number,
         tag("small", f"±{cell.deviation:.1f}") if cell.deviation is not None else "",
         tag("span", str(gain).replace("-", MINUS), class_="gain") if gain else "",
-        class_=" ".join(filter(None, (_kind(column), _side(gain), unranked))) or None,
-        style=_tint(gain, limit),
+        class_=" ".join(filter(None, (_kind(column), _side(gain), _tint(gain, limit), unranked))) or None,
         title=_said(gain),
     )
 
@@ -92,11 +92,11 @@ def _said(gain: Difference | None) -> str | None:
 
 
 def _tint(gain: Difference | None, limit: float) -> str | None:
-    """Return the style that sets the strength of the colour of a cell.
+    """Return the CSS class that sets the strength of the colour of a cell, in per cent.
 
     The strength is proportional to the square root of the gain, so that small gains are visible beside a collapse.
     """
-    return f"--tint:{math.sqrt(abs(gain.points) / limit):.2f}" if gain and _side(gain) else None
+    return f"tint{100 * math.sqrt(abs(gain.points) / limit):.0f}" if gain and _side(gain) else None
 
 
 def _scale(gains: Sequence[Difference], limit: float) -> Html:
@@ -107,7 +107,8 @@ def _scale(gains: Sequence[Difference], limit: float) -> Html:
     steps = [Difference(points, 0.0) for points in (-limit, -limit / 4, 0.0, limit / 4, limit)]
     shown = [step for step in steps if not step.points or _side(step) in sides]
     texts = [f"{step.points:+.1f}".replace("-", MINUS) if step.points else "0" for step in shown]
-    marks = [tag("span", text, class_=_side(step), style=_tint(step, limit)) for step, text in zip(shown, texts)]
+    classes = [" ".join(filter(None, (_side(step), _tint(step, limit)))) or None for step in shown]
+    marks = [tag("span", text, class_=kind) for kind, text in zip(classes, texts)]
     return tag("p", "Points above source; coloured where that is more than chance: ", *marks, class_="scale")
 
 

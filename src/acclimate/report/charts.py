@@ -88,8 +88,8 @@ def courses(lines: Mapping[str, Mapping[str, Curve]], marks: Marks) -> Html:
 
 
 def _beside(figures: Sequence[Html], width: int) -> Html:
-    """Return figures in columns of this width."""
-    return tag("div", join(*figures), class_="panels", style=f"--panel:{width}px")
+    """Return figures in columns of this width, for which the style sheet has a class."""
+    return tag("div", join(*figures), class_=f"panels panel{width}")
 
 
 def _panel(

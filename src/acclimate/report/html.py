@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-EMPTY = ("meta", "wbr")  # elements that have no end tag
+EMPTY = ("img", "meta", "wbr")  # elements that have no end tag
 
 
 class Html(str):
@@ -22,7 +22,7 @@ def tag(name: str, /, *inside: str, **attributes: object) -> Html:
             value. An attribute that is None or False is left out.
     """
     given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items()}
-    words = [key if value is True else f'{key}="{escape(str(value))}"' for key, value in given.items() if _is_given(value)]
+    words = [key if value is True else f'{key}="{_escaped(str(value))}"' for key, value in given.items() if _is_given(value)]
     start = " ".join([f"<{name}", *words]) + ">"
     return Html(start if name in EMPTY else f"{start}{''.join(map(_markup, inside))}</{name}>")
 
@@ -34,12 +34,17 @@ def join(*parts: str) -> Html:
 
 def breakable(name: str) -> Html:
     """Return a name in which a line break is allowed after an underscore."""
-    return Html(f"_{tag('wbr')}".join(map(escape, name.split("_"))))
+    return Html(f"_{tag('wbr')}".join(map(_escaped, name.split("_"))))
 
 
 def _markup(part: str) -> str:
     """Return a part as markup."""
-    return part if isinstance(part, Html) else escape(part)
+    return part if isinstance(part, Html) else _escaped(part)
+
+
+def _escaped(text: str) -> str:
+    """Return text as markup. Names of files may contain characters that no encoding has, and these become question marks."""
+    return escape(text.encode("utf-8", "replace").decode())
 
 
 def _is_given(value: object) -> bool:
