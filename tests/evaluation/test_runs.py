@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -20,14 +21,17 @@ from acclimate.data.domains import Corrupted, Domain, DomainKey, Images
 from acclimate.data.streams import Stream
 from acclimate.errors import ConfigError, StateError
 from acclimate.evaluation import jobs as work
-from acclimate.evaluation.formats import markdown, terminal
+from acclimate.evaluation.formats import markdown, terminal, write_table
 from acclimate.evaluation.grid import run_grid
+from acclimate.evaluation.progress import ProgressView
+from acclimate.evaluation.results import Results
 from acclimate.evaluation.run import Result, run
 from acclimate.evaluation.scores import Scores
 from acclimate.evaluation.spec import describe, specify
 from acclimate.evaluation.store import Store
 from acclimate.evaluation.tables import Grid, Summary
 from acclimate.evaluation.testbed import open_testbed
+from acclimate.report.terminal import show
 from acclimate.testing.check import tiny_batches, tiny_vit
 
 
@@ -266,3 +270,41 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_runs(tmp_path,
     monkeypatch.setattr(work, "run", lambda *args, **options: pytest.fail("ran"))
     with pytest.raises(StateError, match="file"):
         quiet_grid(tiny_vit(), [Stream(Batches())], store=Store(tmp_path / "file"))
+
+
+HOSTILE = [
+    "[link=javascript:alert(1)]x[/link]",
+    "[/]",
+    "a|b",
+    "<script>alert(1)</script>",
+    r"\input{x}^~",
+    "two\nlines",
+    ":fire:",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_name_is_text_in_every_format(outcomes, name):
+    def renamed(o):
+        spec = replace(o.spec, method=name, setting=name, dataset=name, model={**o.spec.model, "name": name})
+        return replace(o, spec=replace(spec, versions={name: name}), result=replace(o.result, events=[(1, name)]))
+
+    others = [replace(o, spec=replace(o.spec, **vars(renamed(o).spec) | {"method": "source"})) for o in outcomes[::2]]
+    results = Results([*others, *map(renamed, outcomes[1::2])])
+    console = Console(width=200, file=io.StringIO(), force_terminal=True)
+    show(results, console)
+    with ProgressView([], {}, Store("nowhere"), console) as view:
+        view._progress.update(view._overall, description=name)
+        view._progress.refresh()
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
+    assert "\x1b]8" not in console.file.getvalue(), "no link"
+    assert all(line in shown for line in name.split("\n")) and f"first at step 1: {name}" in shown
+    html = results._repr_html_()
+    assert "<a " not in html and "<script" not in html
+    (grid,) = results.grids().values()
+    table = markdown(grid).splitlines()
+    assert len(table) == 4 and all(len(re.findall(r"(?<!\\)\|", line)) == 6 + 1 for line in table) and "<" not in table[3]
+    written = write_table("latex", grid, name)
+    body, _, comment = written.rpartition("\n")
+    assert comment.startswith("% ") and r"\input" not in body.replace(r"\textbackslash{}input", "")
+    assert all(body.count(line) == 1 for line in (r"\toprule", r"\bottomrule")) and body.count(r" \\") >= 3

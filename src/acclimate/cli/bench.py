@@ -158,7 +158,8 @@ def _bench(given: argparse.Namespace) -> None:
     earlier = f"; {found} of {len(results)} were found there (--fresh runs them again)" if found else ""
     if given.tuned and not given.reference:
         _say_tuned(given.model, [outcome.spec.method for outcome in results], console)
-    console.print(f"Results: {given.out}/{earlier}. Other tables of them: acclimate table {given.out} --help")
+    told = f"Results: {given.out}/{earlier}. Other tables of them: acclimate table {given.out} --help"
+    console.print(told, markup=False, emoji=False)
 
 
 def _say_tuned(model: str, used: list[str], console: Console) -> None:

@@ -67,6 +67,7 @@ def _list() -> None:
 def _check(given: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from ..data.catalog import check_data
     from ..errors import printable
@@ -93,7 +94,7 @@ def _check(given: argparse.Namespace) -> None:
         if row.problems:
             state = "[red]not complete[/]" if row.labels else "[red]not there[/]"
         expected = "any" if row.expected is None else str(row.expected)
-        table.add_row(str(row.key), str(len(row.labels)), expected, str(len(set(row.labels))), state)
+        table.add_row(Text(str(row.key)), str(len(row.labels)), expected, str(len(set(row.labels))), state)
     console.print(table)
     unreadable = [text for row in report.rows for text in row.unreadable]
     for problem in [*unreadable, *report.problems]:

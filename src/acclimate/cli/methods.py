@@ -17,6 +17,7 @@ def add(commands: Commands) -> None:
 def _list() -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from ..core.registry import create_method, find_method, list_methods
     from ..core.statistics import KINDS
@@ -34,9 +35,8 @@ def _list() -> None:
         alone = windowed if "batch_of_one" in cls.info.exceptions else "yes"
         forward, backward = create_method(name, {}).info.passes
         passes = f"{forward} + {backward}" if backward else f"{forward}"
-        table.add_row(
-            name, cls.info.adapts, ", ".join(needs) or "nothing", alone, passes, cls.info.remembers, cls.info.paper
-        )
+        about = (cls.info.adapts, ", ".join(needs) or "nothing", alone, passes, cls.info.remembers, cls.info.paper)
+        table.add_row(*map(Text, (name, *about)))
     console = Console()
     console.print(table)
     console.print(

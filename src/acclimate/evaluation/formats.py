@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from html import escape
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +23,7 @@ SHORT = {
     "defocus_blur": "defoc", "glass_blur": "glass", "motion_blur": "motion", "zoom_blur": "zoom", "gaussian_blur": "gblur",
     "brightness": "brit", "contrast": "contr", "elastic_transform": "elast", "pixelate": "pixel", "jpeg_compression": "jpeg",
 }  # fmt: skip
+LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
 WIDTH = 120  # in characters, if there is no terminal
 DECIMALS = 4  # in CSV and JSON
 INTERVAL = "95 % interval over images, paired by image; it does not cover other orders of the stream"
@@ -74,9 +76,20 @@ def terminal(grid: Grid, title: str, *, width: int = 80) -> Table:
     names = [Text(name) for name in (*map(grid.heading, grid.columns), "learned", "ms/image")]
     down = [[Text(), *(Text(grid.label(row)) for row in grid.rows)], *([n, *each] for n, *each in zip(names, *body))]
     heads, *rows = across if _width(across) <= width else down
-    table = Table(title=title, header_style="bold", title_justify="left", caption=legend(grid), caption_justify="left")
+    table = _new_table(title, legend(grid))
     _fill(table, heads, rows)
     return table
+
+
+def _new_table(title: str, caption: str) -> Table:
+    """Return an empty table. Brackets in the names of methods and models are text, and not markup of rich."""
+    return Table(
+        title=Text(title, "table.title"),
+        caption=Text(caption, "table.caption"),
+        header_style="bold",
+        title_justify="left",
+        caption_justify="left",
+    )
 
 
 def _width(lines: Sequence[Sequence[Text]]) -> int:
@@ -117,16 +130,23 @@ def markdown(grid: Grid, paper: PublishedTable | None = None) -> str:
     """
     gains = {row: gain for row in grid.rows if (gain := grid.gain(row, Summary.MEAN))}
     last = ["over source"] if gains else []
-    heads = ["method", *(_short(grid, column) for column in grid.columns), *last]
+    heads = ["method", *(_in_markdown(_short(grid, column)) for column in grid.columns), *last]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in grid.rows:
         cells = [f"**{grid.text(row, c)}**" if grid.best(row, c) else grid.text(row, c) for c in grid.columns]
-        lines.append("| " + " | ".join([grid.label(row), *cells, *(str(gains.get(row, "-")) for _ in last)]) + " |")
+        lines.append(
+            "| " + " | ".join([_in_markdown(grid.label(row)), *cells, *(str(gains.get(row, "-")) for _ in last)]) + " |"
+        )
     for method, published in (paper.beside(grid) if paper else {}).items():
         values = [published.accuracy.get(column) for column in grid.columns]
         cells = ["-" if value is None else f"*{value:.1f}*" for value in values]
         lines.append("| " + " | ".join([f"*{method}, paper*", *cells, *("-" for _ in last)]) + " |")
     return "\n".join(lines)
+
+
+def _in_markdown(name: str) -> str:
+    """Return a name as text of Markdown, in which bars separate columns and angle brackets are HTML."""
+    return " ".join(escape(name, quote=False).replace("|", "\\|").split())
 
 
 def numbers(grid: Grid, row: RowKey, column: Column) -> dict[str, float | int | None] | None:
@@ -217,24 +237,19 @@ def latex(grid: Grid, caption: str, paper: PublishedTable | None = None) -> str:
         if any(spread):
             lines.append(" & ".join(["", *spread]) + r" \\")
     card = "; ".join(f"{name}: {value}" for name, value in grid.outcomes[0].spec.shared.items())
-    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}}", r"\end{table*}", f"% {card}"])
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}}", r"\end{table*}", f"% {' '.join(card.split())}"])
 
 
 def _escaped(text: str) -> str:
-    return "".join("\\" + c if c in "_%&#$" else c for c in text)
+    """Return text for LaTeX, in one line."""
+    return " ".join("".join(LATEX.get(c, "\\" + c if c in "_%&#${}" else c) for c in text).split())
 
 
 def beside(grid: Grid, paper: PublishedTable) -> Table:
     """Return a table of our numbers, the published ones, and their differences, for every method that has both."""
     severity = paper.severity and f"severity {paper.severity}"
     there = [word for word in (paper.data, severity, paper.setting, paper.model) if word]
-    table = Table(
-        title=f"Beside the paper: {', '.join(there)}",
-        caption=f"Ours: {grid.scope}, {grid.model}",
-        header_style="bold",
-        title_justify="left",
-        caption_justify="left",
-    )
+    table = _new_table(f"Beside the paper: {', '.join(there)}", f"Ours: {grid.scope}, {grid.model}")
     published, rows = paper.beside(grid), []
     for row in (row for row in grid.rows if grid.label(row) in published):
         for column, theirs in published[grid.label(row)].accuracy.items():

@@ -16,7 +16,8 @@ from .run import Result
 from .scores import Scores
 from .store import Store
 
-COLUMNS = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+TEXT = TextColumn("{task.description}", markup=False)  # names may contain brackets
+COLUMNS = (SpinnerColumn(), TEXT, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
 
 class ProgressView:

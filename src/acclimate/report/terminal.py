@@ -33,8 +33,10 @@ def show(
         title = f"Top-1 accuracy in %: {grid.scope}, {count} images a stream, model {grid.model}"
         console.print(terminal(grid, title, width=console.width))
         for remark in remarks(grid):
-            console.print(remark, style="bold yellow" if remark.startswith("Warning") else "dim")
+            style = "bold yellow" if remark.startswith("Warning") else "dim"
+            console.print(remark, style=style, markup=False, emoji=False)
     for spec, events in ((outcome.spec, outcome.result.events) for outcome in results):
         if events and spec.method != SOURCE:
             (step, event), where = events[0], ", ".join(map(str, spec.domains[:2]))
-            console.print(f"{spec.method} on {where}: {len(events)} events, first at step {step}: {event}", style="yellow")
+            told = f"{spec.method} on {where}: {len(events)} events, first at step {step}: {event}"
+            console.print(told, style="yellow", markup=False, emoji=False)  # names may contain brackets and colons
