@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from ...core.files import write_whole
+from ...core.files import require_regular, write_whole
 from ...errors import ConfigError, StateError, require_whole
 
 ARCHITECTURE = "architecture"  # the key in the header of a safetensors file
@@ -211,6 +211,8 @@ def read(path: str | os.PathLike[str]) -> UNet:
         StateError: The file is damaged, or its parameters are not those of the architecture; the message names the first
             one.
     """
+    if Path(path).exists():
+        require_regular(Path(path), Path(path).stat())
     weights, architecture = _safetensors(path) if Path(path).suffix == ".safetensors" else (_pickled(path), Architecture())
     with torch.device("meta"):  # avoids the random initialisation of half a billion parameters
         unet = UNet(architecture)
