@@ -50,7 +50,7 @@ def require_between(low: float, high: float, *, optional: bool = False, **option
             raise ConfigError(f"{name}={value!r}: give {limits}.")
 
 
-def require_whole(least: int, *, most: float = math.inf, optional: bool = False, **options: object) -> None:
+def require_whole(least: int, most: int = 2**63 - 1, /, *, optional: bool = False, **options: object) -> None:
     """Refuse options that are not whole numbers from `least` to `most`. None is accepted if they are `optional`.
 
     Integers of numpy are accepted.
@@ -59,7 +59,7 @@ def require_whole(least: int, *, most: float = math.inf, optional: bool = False,
         if value is None and optional:
             continue
         if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
-            limits = f"of {least} or more" if math.isinf(most) else f"from {least} to {most}"
+            limits = f"of {least} or more" if most == 2**63 - 1 else f"from {least} to {most}"
             raise ConfigError(f"{name}={value!r}: give a whole number {limits}.")
 
 

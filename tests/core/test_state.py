@@ -142,7 +142,7 @@ def test_missing_tensors_are_refused(saved):
     del tensors["model/blocks.0.norm1.weight"]
     statefile.write(path, tensors, header)
     fresh = tiny_vit()
-    with pytest.raises(StateError, match=r"blocks\.0\.norm1\.weight missing"):
+    with pytest.raises(StateError, match=r"blocks\.0\.norm1\.weight is missing"):
         acclimate.load(path, fresh)
     acclimate.adapt(fresh, "tent")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +18,8 @@ from .guard import Guard
 from .method import Method
 from .options import Options
 from .ranks import Ranks, SingleProcess
-from .registry import create_method
+from .registry import create_method, registered_method
+from .statecheck import AllocationLimit, require_option_types, require_parts
 from .statistics import SourceStatistics, empty_statistics
 from .wrapping import require_unwrapped
 
@@ -96,16 +97,21 @@ def _ranks(group: ProcessGroup | None, model: nn.Module) -> SingleProcess:
 
 
 @torch.inference_mode(False)
-def load(path: str | PathLike[str], model: nn.Module, *, group: ProcessGroup | None = None) -> Adapter:
+def load(
+    path: str | PathLike[str], model: nn.Module, *, compile: bool | str = False, group: ProcessGroup | None = None
+) -> Adapter:
     """Wrap a fresh copy of the source model and continue from a state file as if the run had never stopped.
 
-    Method, options and random state come from the file. If the file is damaged, or belongs to another model, a `StateError`
-    is raised and `model` is not changed. A file does not depend on how many ranks wrote it. If a process `group` is given,
-    all its ranks load the same file and continue together; otherwise this process continues alone.
+    Method, options and random state come from the file, except for `compile`. If the file is damaged, or belongs to another
+    model, or holds what no run could have saved, a `StateError` is raised and `model` is not changed. A file runs no code:
+    the method has to be known already, built in or registered. A file does not depend on how many ranks wrote it. If a
+    process `group` is given, all its ranks load the same file and continue together; otherwise this process continues alone.
     """
+    Options(compile=compile)  # refuses a wrong value as that of the caller, before one of the file
     ranks = _ranks(group, model)
     with ranks.together():
-        adapter = _load(path, model, group)
+        require_unwrapped(model, "use its adapter's load(), or pass the plain source model.")
+        adapter = resumed(path, *statefile.read(path), model, compile, ranks)
         try:
             ranks.finish_load()
         except BaseException:
@@ -114,21 +120,40 @@ def load(path: str | PathLike[str], model: nn.Module, *, group: ProcessGroup | N
         return adapter
 
 
-def _load(path: str | PathLike[str], model: nn.Module, group: ProcessGroup | None) -> Adapter:
-    tensors, header = statefile.read(path)
-    require_unwrapped(model, "use its adapter's load(), or pass the plain source model.")
-    mine = fingerprint(view(model), model.state_dict())
+def resumed(
+    path: str | PathLike[str],
+    tensors: Mapping[str, Tensor],
+    header: Mapping[str, Any],
+    model: nn.Module,
+    compile: bool | str,
+    ranks: SingleProcess,
+) -> Adapter:
+    """Wrap a model, and continue from a state file that was already read. `path` is used in error messages."""
+    vit = view(model)
+    mine = fingerprint(vit, model.state_dict())
     check_model(path, header, model, mine)
+    require_parts(path, header, method=str, config=dict, options=dict)
+    source = header.get("source") or {}
+    require_parts(path, {"source": source}, source=dict)
     try:
-        options = {**header["options"], **header["config"]}
-        if options["guard"] is not None:
-            options["guard"] = Guard(**options["guard"])
-        needs = create_method(header["method"], header["config"]).info.needs
-        # the file contains the constants that the method took from the source statistics
-        known = empty_statistics(needs, view(model), {"class": "", **mine}, header.get("source") or {}) if needs else None
-        adapter = adapt(model, header["method"], source_statistics=known, group=group, **options)
-    except (ConfigError, KeyError, TypeError) as error:
-        raise StateError(f"{path} was written with a method or options that are not known here: {error}") from error
+        kind = registered_method(header["method"])
+    except ConfigError as error:
+        advice = "A file runs no code: import the module that registers the method first."
+        raise StateError(f"{path} was written with a method that is not known here. {error} {advice}") from error
+    require_option_types(path, header["config"], kind.options())
+    what = f"{path} was written with options that are not known here"
+    try:
+        with AllocationLimit(what, [*tensors.values(), *model.parameters()]):
+            method = create_method(kind, header["config"])
+            options = Options.from_header(header["options"], compile=compile)
+            # the file contains the constants that the method took from the source statistics
+            needs = method.info.needs
+            known = empty_statistics(needs, vit, {"class": "", **mine}, source) if needs else None
+            adapter = Adapter(model, method, options, statistics=known, ranks=ranks)
+    except Exception as error:  # options that nobody has tried may raise anything
+        if isinstance(error, StateError) or getattr(error, "agreed", False):
+            raise
+        raise StateError(f"{what}: {type(error).__name__}: {error}") from error
     adapter._fingerprint = mine  # avoids that a large model is hashed twice
     try:
         adapter.resume(path, tensors, header)

@@ -33,6 +33,7 @@ from .options import COST_ONLY, Options
 from .ranks import Ranks, SingleProcess
 from .registry import is_registered
 from .state import Snapshot, State
+from .statecheck import require_model_parts, require_parts
 from .statistics import SourceStatistics, require_statistics
 from .wrapping import WrappedModel
 
@@ -422,8 +423,7 @@ class Adapter(nn.Module):
         chosen = self._last if snapshot is None else snapshot
         if chosen is None:
             raise StateError("There is no snapshot to roll back to: call snapshot() first, or reset().")
-        self.state.require_fitting(chosen, "The snapshot", self.state.live())
-        self.state.apply(chosen)
+        self.state.apply(self.state.checked(chosen, "The snapshot", self.state.live()))
         self.record = None
         if self._good is not None and int(self._good["steps"]) > int(self.steps):
             self._good = None  # its steps are undone by this rollback
@@ -475,6 +475,7 @@ class Adapter(nn.Module):
     def resume(self, path: str | PathLike[str], tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
         """Continue from a state file that was already read. `path` is used in error messages."""
         check_model(path, header, self.model, self.fingerprint())
+        require_parts(path, header, method=str, config=dict, options=dict)
         mine = {"method": self.method.name, **self.method.config, **self._options}
         # an option that did not exist when the file was written has its default value
         defaults = {name: p.default for name, p in self.method.options().items()}
@@ -493,10 +494,9 @@ class Adapter(nn.Module):
         state = self.state
         good, initial = (_below(tensors, part) for part in ("good/", "initial/"))
         current = {name: t for name, t in tensors.items() if not name.startswith(("good/", "initial/"))}
-        state.require_fitting(current, what, {**state.live(), **state.constants()})
-        state.require_fitting(initial, what, state.beginning())
-        if good:
-            state.require_fitting(good, what, state.live())
+        current = state.checked(current, what, {**state.live(), **state.constants()})
+        initial = state.checked(initial, what, state.beginning())
+        good = state.checked(good, what, state.live()) if good else {}
         state.apply(current)
         for own, read in ((state.constants(), current), (state.beginning(), initial)):
             for name, tensor in own.items():
@@ -619,6 +619,7 @@ def check_model(path: str | PathLike[str], header: Mapping[str, Any], model: nn.
     theirs = header.get("model")
     if not isinstance(theirs, Mapping) or "method" not in header:
         raise StateError(f"{path} is a file of acclimate's, but not the state of an adapter.")
+    require_model_parts(path, theirs)
     require_same(f"{path} is the state", theirs, model, mine)
 
 

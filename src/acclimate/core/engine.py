@@ -39,6 +39,7 @@ belong to the samples. It treats each sample on its own. If a sample consists of
 height, width), its logits are (batch, views, classes).
 """
 
+MOST_LOSS_SCALE = 2.0**16
 PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -361,7 +362,7 @@ class Engine:
                 self.loss_scale.div_(2).clamp_(min=1)
             raise
         if self._dtype is torch.float16:
-            self.loss_scale.mul_(1.002).clamp_(max=2.0**16)  # doubles in about 350 passes
+            self.loss_scale.mul_(1.002).clamp_(max=MOST_LOSS_SCALE)  # doubles in about 350 passes
 
     def tidy(self) -> None:
         """Undo what an interrupted pass may have left: borrowed memory, gradients, and hooks on the model."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, require_between, require_whole
 from .engine import entropy
+from .statecheck import COUNT
 
 MOST_PREDICTIONS = 10**6  # in the window, which is part of the state
 ENOUGH_ANSWERS = 32  # samples that the source model predicts before a decision
@@ -52,7 +53,7 @@ class Guard(nn.Module):
         super().__init__()
         if action not in ("rollback", "freeze"):
             raise ConfigError(f'action={action!r}: choose "rollback" or "freeze".')
-        require_whole(1, most=MOST_PREDICTIONS, window=window)
+        require_whole(1, MOST_PREDICTIONS, window=window)
         require_between(0, 1, diversity=diversity, floor=floor, agreement=agreement)
         require_between(0, math.inf, drift=drift)
         self.window = window
@@ -70,7 +71,8 @@ class Guard(nn.Module):
         self.stopped: Tensor
         self.register_buffer("predictions", torch.zeros(window, dtype=torch.long))
         self.register_buffer("entropies", torch.zeros(window))
-        for counter in ("seen", "asked", "agreed", "since_good"):
+        self.ranges = dict.fromkeys(("seen", "asked", "agreed", "since_good"), COUNT)
+        for counter in self.ranges:
             self.register_buffer(counter, torch.tensor(0))
         self.register_buffer("stopped", torch.tensor(False))
 

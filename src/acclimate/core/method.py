@@ -4,6 +4,9 @@ A method is a `torch.nn.Module`. The tensors that it learns are parameters, and 
 everything else is state of the optimizer. Therefore the adapter can implement reset, snapshot, save and rollback for all
 methods. The constructor is the configuration: typed keyword arguments with the defaults of the paper, each stored under its
 own name. The class attribute `info` declares what the method is and what it needs.
+
+A state file is refused if a buffer in it has values outside of its range in `ranges`, or if it has NaN or infinity that its
+initial value does not have.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor, nn
 
 from ..models.view import ViT
 from .engine import Engine
+from .statecheck import Range
 
 if TYPE_CHECKING:
     from .statistics import SourceStatistics
@@ -97,6 +101,7 @@ class Method(nn.Module):
 
     name: ClassVar[str] = ""
     info: Info = Info()
+    ranges: Mapping[str, Range] = {}  # the smallest and the largest valid value of some buffers, by name
 
     @classmethod
     def options(cls) -> dict[str, inspect.Parameter]:

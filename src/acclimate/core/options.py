@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,12 +37,19 @@ class Options:
             raise ConfigError(f"guard={self.guard!r}: give an acclimate.Guard, or None for no guard.")
         if not isinstance(self.precision, str) or self.precision not in PRECISIONS:
             raise ConfigError(f"precision={self.precision!r}: choose one of {', '.join(PRECISIONS)}.")
-        require_whole(0, most=2**63 - 1, seed=self.seed)
+        require_whole(0, seed=self.seed)
         if not isinstance(self.compile, (bool, str)):
             raise ConfigError(f"compile={self.compile!r}: give True, False, or the name of a backend.")
         if isinstance(self.compile, str) and self.compile not in torch.compiler.list_backends(exclude_tags=()):
             known = ", ".join(torch.compiler.list_backends())
             raise ConfigError(f"compile={self.compile!r}: torch has no such backend. It has {known}.")
+
+    @classmethod
+    def from_header(cls, header: Mapping[str, Any], *, compile: bool | str) -> Options:
+        """Return the options of a state file. A file never decides to compile, though old ones say what was compiled."""
+        guard = header["guard"]
+        plain = {name: value for name, value in header.items() if name not in ("compile", "guard")}
+        return cls(**plain, guard=None if guard is None else Guard(**guard), compile=compile)
 
     def new_guard(self) -> Guard | None:
         """Return a new guard, because every adapter needs its own."""
@@ -59,7 +66,6 @@ class Options:
             "guard": None if guard is None else guard.config,
             "micro_batch": self.micro_batch,
             "precision": self.precision,
-            "compile": self.compile,
             "seed": self.seed,
             "mean": _plain(self.mean),
             "std": _plain(self.std),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError, StateError
-from .engine import Engine
+from .engine import MOST_LOSS_SCALE, Engine
 from .guard import Guard
 from .method import Method
+from .statecheck import COUNT, Range, blanks_of, fitted, fitted_optimizer, require_generator_state
 
 
 class Snapshot(Mapping[str, Tensor]):
@@ -47,6 +49,7 @@ class State:
         self.steps = torch.tensor(0)
         self.batch_size = engine.batch_size  # the same tensor, which methods read from the engine
         self.initial = self.capture()
+        self._blanks = {name: blanks_of(tensor) for name, tensor in self.initial.items()}  # before a file is loaded
         engine.adapted.set_source([self.initial[name] for name in engine.adapted.named])  # shared, to save one copy
 
     def live(self) -> dict[str, Tensor]:
@@ -137,18 +140,39 @@ class State:
                 mine["lr"] = theirs["lr"]
         self.batch_size.fill_(batch_size)
 
-    def require_fitting(self, tensors: Mapping[str, Tensor], what: str, expected: Mapping[str, Tensor]) -> None:
-        """Refuse tensors that cannot be applied, before anything is changed."""
-        shapes = {name: tuple(t.shape) for name, t in expected.items()}
-        if "steps" in expected:
-            shapes["rng"] = tuple(self._engine.rng.get_state().shape)
-        for i, p in enumerate(self._engine.adapted.tensors):
-            momenta = [name for name in tensors if name.startswith(f"optimizer/{i}/") and tensors[name].ndim]
-            shapes |= dict.fromkeys(momenta, tuple(p.shape))
-        known = {*shapes, *(name for name, t in tensors.items() if name.startswith("optimizer/") and not t.ndim)}
-        wrong = [name for name, shape in shapes.items() if name not in tensors or tuple(tensors[name].shape) != shape]
-        wrong += [name for name in tensors if name not in known]
-        if wrong:
-            raise StateError(
-                f"{what} does not fit this adapter: {', '.join(wrong[:4])} missing, unknown or of another shape."
-            )
+    def checked(self, tensors: Mapping[str, Tensor], what: str, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors in the types that this state has, and refuse those that cannot be applied.
+
+        Args:
+            tensors: The tensors by name.
+            what: Where they come from, for messages.
+            expected: Tensors with the names, shapes and types that there have to be. The state of the optimizer and of the
+                generator is added if these are a whole state.
+        """
+        what, engine = f"{what} does not fit this adapter", self._engine
+        if "steps" not in expected:
+            return fitted(what, tensors, expected, blanks=self._blanks, ranges=self._ranges())
+        momenta = {name: tensor for name, tensor in tensors.items() if name.startswith("optimizer/")}
+        others = {name: tensor for name, tensor in tensors.items() if name not in momenta}
+        expected = {**expected, "rng": engine.rng.get_state()}
+        found = fitted(what, others, expected, blanks=self._blanks, ranges=self._ranges())
+        require_generator_state(what, found["rng"])
+        size = int(found["batch_size"])
+        try:
+            optimizer = self._method.optimizer(size) if size else None
+            return found | fitted_optimizer(what, momenta, optimizer, engine.adapted.tensors)
+        except StateError:
+            raise
+        except Exception as error:  # a method may refuse some sizes, and torch some learning rates
+            raise StateError(f"{what}: there is no optimizer for a batch size of {size} ({error}).") from error
+
+    def _ranges(self) -> dict[str, Range]:
+        """Return the ranges of those tensors of the state that have one."""
+        ranges: dict[str, Range] = {"steps": COUNT, "batch_size": (0, 2**31 - 1)}
+        ranges |= {"loss_scale": (1, MOST_LOSS_SCALE), "kept_share": (0, math.inf)}
+        modules = {"method": self._method, "guard": self._guard}
+        for part, module in ((part, module) for part, module in modules.items() if module is not None):
+            for path, child in module.named_modules():
+                above = f"{part}/{path}." if path else f"{part}/"
+                ranges |= {f"{above}{name}": limits for name, limits in getattr(child, "ranges", {}).items()}
+        return ranges | {"guard/predictions": (0, self._engine.num_classes - 1)}

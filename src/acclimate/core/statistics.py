@@ -12,6 +12,7 @@ limited. A kind may also be learned, by the package of the method that needs it.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from ..models.fingerprint import fingerprint, require_same
 from ..models.view import ViT, parameters_of
 from . import statefile
 from .engine import Engine, keep_all
+from .statecheck import AllocationLimit, fitted, require_model_parts, require_parts, require_real
 from .wrapping import require_unwrapped
 
 AT_ONCE = 32  # images per pass without gradients
@@ -67,9 +69,14 @@ class Statistic:
     def empty(cls, vit: ViT, about: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return tensors of zeros in the right shapes.
 
-        They serve a method whose constants are then read from its state file.
+        They serve a method whose constants are then read from its state file, and tell what a file of statistics must hold.
         """
         return cls(vit).result()
+
+    @classmethod
+    def never_negative(cls, name: str) -> bool:
+        """Return whether the values of the tensor with this name are zero or more."""
+        return False
 
 
 KINDS: dict[str, type[Statistic]] = {}
@@ -107,6 +114,11 @@ class Fisher(Statistic):
         """Return the mean squared gradient of each parameter."""
         means = (total / max(self._batches, 1) for total in self._sums)
         return {name: mean.to(p.dtype) for (p, name), mean in zip(self._names.items(), means)}
+
+    @classmethod
+    def never_negative(cls, name: str) -> bool:
+        """Return that squares are not negative."""
+        return True
 
 
 class Features(Statistic):
@@ -146,6 +158,11 @@ class Features(Statistic):
             "class_counts": self._counts.clone(),
         }
 
+    @classmethod
+    def never_negative(cls, name: str) -> bool:
+        """Return that counts are not negative."""
+        return name == "class_counts"
+
 
 class ClassTokens(Statistic):
     """Mean and standard deviation of the class token after every block, concatenated as in FOA.
@@ -169,6 +186,11 @@ class ClassTokens(Statistic):
         """Return the mean and the standard deviation."""
         mean, std = mean_and_std(self._powers[0], self._powers[1], self._count)
         return {"mean": mean.float(), "std": std.float()}
+
+    @classmethod
+    def never_negative(cls, name: str) -> bool:
+        """Return that standard deviations are not negative."""
+        return name == "std"
 
 
 def mean_and_std(sums: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -236,7 +258,23 @@ class SourceStatistics:
         tensors, header = statefile.read(path)
         if "statistics" not in header:
             raise StateError(f"{path} is a file of acclimate's, but does not hold source statistics.")
+        require_parts(path, header, statistics=list, model=dict, about=dict)
+        require_model_parts(path, header["model"])
+        require_parts(path, header["about"], samples=int, batch_size=int)
+        require_real(f"{path} does not hold source statistics", tensors)
         return cls(tensors, header["model"], header["about"], str(path))
+
+    def require_fitting(self, kinds: Iterable[str], vit: ViT) -> None:
+        """Refuse statistics of these kinds whose tensors do not fit a model."""
+        what = f"{self.origin} does not fit this model"
+        for kind in kinds:
+            try:
+                with AllocationLimit(what, [*self.tensors.values(), *vit.model.parameters()]):
+                    expected = KINDS[kind].empty(vit, self.about)
+            except (ConfigError, KeyError, TypeError, ValueError, OverflowError) as error:  # sizes that are none
+                raise StateError(f"{what}: {type(error).__name__}: {error}.") from error
+            ranges = {name: (0.0, math.inf) for name in expected if KINDS[kind].never_negative(name)}
+            fitted(f"{what}: of the kind {kind!r}", self.of(kind), expected, ranges=ranges)
 
     @classmethod
     def opened(cls, statistics: SourceStatistics | str | os.PathLike[str]) -> SourceStatistics:
@@ -342,6 +380,7 @@ def require_statistics(
             f"{', '.join(missing)}. Make them by {kind.how}"
         )
     require_same(f"{statistics.origin} holds the source statistics", statistics.model, model, mine)
+    statistics.require_fitting(needs, view(model))
     return statistics
 
 

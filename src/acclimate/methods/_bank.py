@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.statecheck import COUNT
 from ..models.view import ViT
 
 
@@ -35,6 +36,7 @@ class Bank(nn.Module):
         self.register_buffer("probabilities", like.new_zeros(places, vit.classes))
         self.register_buffer("at", torch.tensor(0))  # index of the next entry
         self.register_buffer("seen", torch.tensor(0))  # number of samples so far
+        self.ranges = {"at": (0, places), "seen": COUNT, "grown": (0, places)}
         if lagging:
             self.grown: Tensor
             self.register_buffer("grown", torch.tensor(0))  # number of entries that are filled

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ..core.statecheck import COUNT
+
 
 class CMA(nn.Module):
     """A normal distribution whose mean, scale and covariance adapt towards candidates of low cost.
@@ -61,12 +63,13 @@ class CMA(nn.Module):
         self.register_buffer("sigma", zeros.new_tensor(sigma))
         self.register_buffer("path", zeros.clone())
         self.register_buffer("path_sigma", zeros.clone())
-        self.register_buffer("covariance", torch.diag(zeros + 1))
+        self.register_buffer("covariance", zeros.new_zeros(n, n).fill_diagonal_(1))
         # The symmetric root of the covariance at its last decomposition. It is unique. Eigenvectors of equal eigenvalues are
         # not: they would change with every rounding error.
-        self.register_buffer("root", torch.diag(zeros + 1))
+        self.register_buffer("root", self.covariance.clone())
         self.register_buffer("generation", torch.tensor(0))
         self.register_buffer("decomposed", torch.tensor(0))  # generation of the last decomposition
+        self.ranges = {"generation": COUNT, "decomposed": COUNT, "sigma": (1e-300, math.inf)}
 
     def ask(self, rng: torch.Generator) -> Tensor:
         """Draw a generation of candidates, (population, dimension)."""

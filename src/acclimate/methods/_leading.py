@@ -64,8 +64,8 @@ class LeadingNorms(Method):
         """Return the indices of the blocks whose parameters adapt."""
         if self.blocks is None:
             return [i for i in range(depth) if i not in REFERENCE_SKIP] if self.reference else list(leading_blocks(depth))
-        chosen = range(min(self.blocks, depth + 1)) if isinstance(self.blocks, int) else self.blocks
-        if not chosen or len(set(chosen)) < len(chosen) or not all(0 <= i < depth for i in chosen):
+        chosen = range(self.blocks) if isinstance(self.blocks, int) else self.blocks
+        if not chosen or not all(0 <= i < depth for i in chosen) or len(set(chosen)) < len(chosen):
             raise ConfigError(f"blocks={self.blocks!r}: choose from the {depth} blocks of this model, 0 to {depth - 1}.")
         return list(chosen)
 

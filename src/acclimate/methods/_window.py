@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..core.statecheck import COUNT
 from ..models.view import ViT, require_supported
 
 
@@ -24,6 +25,7 @@ class Window(nn.Module):
         self.register_buffer("images", zeros)
         self.register_buffer("logits", torch.zeros(size, vit.classes, dtype=vit.precise, device=vit.device))
         self.register_buffer("seen", torch.tensor(0))
+        self.ranges = {"seen": COUNT}
 
     def with_next(self, image: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, bool]:
         """Return the images and logits with one more image, and whether this image completes a batch.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..core.engine import Engine, keep_all
 from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
+from ..core.statecheck import COUNT
 from ..errors import require_between, require_whole
 from ..models.view import ViT
 from ._augment import mirrored, moco_view, views_of_each
@@ -116,6 +117,7 @@ class AdaContrast(Method):
         self.register_buffer("queue_features", noise.to(vit.device, vit.precise))
         self.register_buffer("queue_labels", labels.to(vit.device))
         self.register_buffer("queue_at", torch.tensor(0))  # index of the next entry
+        self.ranges = {"queue_labels": (0, vit.classes - 1), "queue_at": COUNT}
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:

@@ -81,6 +81,7 @@ class CMF(ROID):
         self.q = q
         self.variance: Tensor
         self.register_buffer("variance", torch.tensor(0.0, dtype=torch.float64))
+        self.ranges = {"variance": (0, math.inf)}
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt all norms, and create the hidden model."""

@@ -71,7 +71,7 @@ class FOA(Method):
     ) -> None:
         super().__init__()
         require_whole(1, prompts=prompts)
-        require_whole(2, population=population)
+        require_whole(2, 2**16, population=population)
         require_between(0, math.inf, discrepancy=discrepancy)
         require_between(1e-6, 1e6, sigma=sigma)
         require_between(0, 1, decay=decay)

@@ -63,6 +63,7 @@ class RDumb(ETA):
         self.period = int(period)
         self.since: Tensor
         self.register_buffer("since", torch.tensor(0))  # number of steps since the source model was restored
+        self.ranges = {"since": (0, self.period)}
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         """Restore the source model if the period is over, and take a step of ETA."""

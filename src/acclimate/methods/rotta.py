@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..core.engine import Engine, entropy, keep_all
 from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
+from ..core.statecheck import COUNT
 from ..errors import ConfigError, require_between, require_whole
 from ..models.view import ViT, parameters_of, require_supported
 from ._augment import noisy_view
@@ -99,6 +100,7 @@ class RoTTA(Method):
         self.register_buffer("entropies", torch.zeros(self.memory))
         self.register_buffer("arrivals", torch.zeros(self.memory, dtype=torch.long))  # number of samples before this one
         self.register_buffer("seen", torch.tensor(0))
+        self.ranges = {"labels": (EMPTY, vit.classes - 1), "arrivals": COUNT, "seen": COUNT}
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:

@@ -74,7 +74,7 @@ def model_normalisation(
 def _per_channel(vit: ViT, name: str, values: float | Sequence[float]) -> tuple[float, ...]:
     try:
         numbers = [float(values)] * vit.channels if isinstance(values, (int, float)) else [float(v) for v in values]
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         numbers = []
     if len(numbers) != vit.channels or not all(map(math.isfinite, numbers)):
         raise ConfigError(f"{name}={values!r}: give a number, or one for each of the {vit.channels} channels.")

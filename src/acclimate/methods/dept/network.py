@@ -46,7 +46,7 @@ class Sizes:
     @classmethod
     def of(cls, about: Mapping[str, Any]) -> Sizes:
         """Return the sizes in the description of trained prompts."""
-        return cls(**{field.name: int(about[field.name]) for field in fields(cls)})
+        return cls(**{field.name: about[field.name] for field in fields(cls)})
 
 
 class DinoHead(nn.Module):
