@@ -346,6 +346,61 @@ def test_files_that_are_no_source_models(trained, tmp_path):
             load_source(file)
 
 
+@pytest.mark.parametrize(
+    ("settings", "tensors"),
+    [
+        ({"model": ["test_vit"]}, {}),
+        ({"model": "hf-hub:somebody/something"}, {}),
+        ({"model": "vit_giant_patch14_224"}, {}),  # would fill gigabytes before the weights do not fit
+        ({"classes": "abc"}, {}),
+        ({"classes": ["a"] * 10**5}, {}),
+        ({"mean": [10**400] * 3}, {}),
+        ({"crop_pct": []}, {}),
+        ({}, {"head.bias": torch.full((3,), float("nan"))}),
+        ({}, {"head.bias": torch.zeros(3, dtype=torch.complex64)}),
+        ({}, {"head.bias": torch.zeros(4)}),
+        ({}, {"more": torch.zeros(4)}),
+    ],
+    ids=lambda lie: str(lie)[:60],
+)
+def test_a_forged_source_model_is_refused(trained, tmp_path, settings, tensors):
+    honest, header = statefile.read(trained[0])
+    file = tmp_path / "forged.safetensors"
+    statefile.write(file, {**honest, **tensors}, {**header, "settings": {**header["settings"], **settings}})
+    with pytest.raises(StateError, match="forged"):
+        load_source(file)
+    statefile.write(file, honest, {**header, "settings": None})
+    with pytest.raises(StateError, match="settings"):
+        load_source(file)
+
+
+@pytest.mark.parametrize(
+    ("header", "tensors"),
+    [
+        ({"history": None}, {}),
+        ({"history": [[1.0]]}, {}),
+        ({"history": [["a", "b"]]}, {}),
+        ({"settings": []}, {}),
+        ({}, {"head.bias": torch.full((3,), float("inf"))}),
+        ({}, {"head.bias": torch.zeros(4)}),
+        ({}, {"momentum/head.bias": torch.full((3,), float("nan"))}),
+        ({}, {"momentum/head.bias": torch.zeros(4)}),
+        ({}, {"momentum/gone": torch.zeros(4)}),
+    ],
+    ids=lambda lie: str(lie)[:60],
+)
+def test_a_forged_checkpoint_is_refused(tmp_path, header, tensors):
+    out, half = tmp_path / "source.safetensors", tmp_path / "source.safetensors.unfinished"
+    with pytest.raises(KeyboardInterrupt):
+        train(out, Interrupting(6))
+    honest, honest_header = statefile.read(half)
+    assert honest_header["history"] and "momentum/head.bias" in honest
+    statefile.write(half, {**honest, **tensors}, {**honest_header, **header})
+    with pytest.raises(StateError, match="unfinished"):
+        train(out)
+    assert not out.exists()
+
+
 # The command
 
 

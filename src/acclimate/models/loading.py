@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from ..core import statefile
-from ..errors import AcclimateError, ConfigError, ModelError, StateError, suggest
+from ..core.statecheck import AllocationLimit, fitted, require_parts
+from ..errors import ConfigError, ModelError, StateError, suggest
 from .families import view
+from .normalisation import model_normalisation
 
 if TYPE_CHECKING:
     from ..core.statistics import SourceStatistics
@@ -91,18 +93,22 @@ def load_source(path: str | os.PathLike[str]) -> nn.Module:
     from timm.data import resolve_model_data_config
 
     tensors, header = statefile.read_kind(path, SOURCE_MODEL)
+    require_parts(path, header, settings=dict)
+    told = header["settings"]
+    require_parts(path, told, classes=list, model=str)
     try:
-        told = header["settings"]
         names = tuple(told["classes"])
-        model: Any = create_timm(told["model"], pretrained=False, num_classes=len(names))
-        model.load_state_dict(tensors)
+        with AllocationLimit("it is not a model of this size", tensors.values()):
+            model: Any = create_timm(told["model"], pretrained=False, num_classes=len(names))
+        model.load_state_dict(fitted("its weights are of another model", tensors, model.state_dict()))
         takes = {key: tuple(told[key]) for key in ("input_size", "mean", "std")} | {"crop_pct": told["crop_pct"]}
         model.pretrained_cfg = {**model.pretrained_cfg, **takes, "num_classes": len(names), "label_names": names}
         model.default_cfg = model.pretrained_cfg  # the older name in timm
         resolved = resolve_model_data_config(model)
+        model_normalisation(view(model))  # refuses numbers that are none
         if view(model).image_size != takes["input_size"][1:] or any(resolved[key] != takes[key] for key in takes):
             raise StateError(f"it reads {resolved} where {takes} is written.")
-    except (AcclimateError, RuntimeError, KeyError, TypeError) as error:
+    except Exception as error:  # settings that nobody has tried may raise anything
         versions = f"timm {metadata.version('timm')}, and was made with {header.get('versions', {}).get('timm')}"
         raise StateError(f"{path} cannot be rebuilt by {versions}: {error}") from error
     return model.eval()

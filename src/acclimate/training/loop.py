@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..core import statefile
+from ..core.statecheck import fitted, require_parts
 from ..data.domains import Domain, Subset
 from ..data.streams import Stream
 from ..errors import ConfigError, InputError, NonFiniteError, StateError, shorten_list
@@ -80,13 +81,19 @@ class Training:
         named = {f"{MOMENTUM}{name}": tensor for name, tensor in moving.items() if tensor is not None}
         return {**self.learned.state_dict(), **named}
 
-    def resume(self, tensors: Mapping[str, Tensor], history: list[list[float]]) -> None:
-        """Load the tensors and the history of a checkpoint."""
-        self.learned.load_state_dict({name: tensor for name, tensor in tensors.items() if not name.startswith(MOMENTUM)})
-        for name, p in self.learned.named_parameters():
-            if f"{MOMENTUM}{name}" in tensors:
-                self.optimizer.state[p]["momentum_buffer"] = tensors[f"{MOMENTUM}{name}"].to(p.device)
-        self.history = history
+    def resume(self, path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any]) -> None:
+        """Load a checkpoint, and refuse one that is not of this training. `path` is used in error messages."""
+        moving = {f"{MOMENTUM}{name}": p for name, p in self.learned.named_parameters() if f"{MOMENTUM}{name}" in tensors}
+        what = f"{path} is not a checkpoint of this training"
+        tensors = fitted(what, tensors, {**self.learned.state_dict(), **moving})
+        require_parts(path, header, history=list)
+        for epoch in header["history"]:
+            if not (isinstance(epoch, list) and len(epoch) == 2 and all(isinstance(number, float) for number in epoch)):
+                raise StateError(f"{what}: its history has an epoch that is not a loss and an accuracy.")
+        self.learned.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in moving})
+        for name, p in moving.items():
+            self.optimizer.state[p]["momentum_buffer"] = tensors[name].to(p.device)
+        self.history = header["history"]
 
     def train(
         self,
@@ -111,7 +118,7 @@ class Training:
             save()  # fails now if the file cannot be written
             out.unlink(missing_ok=True)
         else:
-            self.resume(begun[0], begun[1]["history"])
+            self.resume(unfinished, *begun)
             say(console, f"{unfinished}: going on after epoch {len(self.history)} of {self.schedule.epochs}.")
         self.train_epochs(*parts, workers, console, save)
 
@@ -251,6 +258,7 @@ def read_trained(
         return None
     tensors, header = statefile.read_kind(path, kind)
     if settings is not None:
+        require_parts(path, header, settings=dict)
         was, now = _flat(header["settings"]), _flat(settings)
         names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
         other = [f"{name} was {was.get(name, 'not set')[:60]}, now {now.get(name, 'not set')[:60]}" for name in names]

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from ..core import statefile
 from ..core.files import file_digest
+from ..core.statecheck import require_parts
 from ..data.domains import Domain
 from ..data.imagefile import AnyPath
 from ..data.preprocess import input_of
@@ -148,6 +149,7 @@ def train_source(
         }
         finished = read_trained(out, SOURCE_MODEL, None if fresh else settings)
         if finished is not None and not fresh:
+            require_parts(out, finished[1], accuracy=float, held_out=int)
             unfinished.unlink(missing_ok=True)
             return Trained(finished[1]["accuracy"], finished[1]["held_out"], found=True)
 

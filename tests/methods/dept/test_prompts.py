@@ -61,6 +61,33 @@ def test_dept_begins_with_them(trained):
     assert right >= 0.8 and model.record.used == len(labels)
 
 
+@pytest.mark.parametrize(
+    ("about", "tensors"),
+    [
+        ({"hidden": 10**12}, {}),
+        ({"prompts": 10**7}, {}),
+        ({"stages": "2"}, {}),
+        ({"stages": 7}, {}),
+        ({"outputs": -8}, {}),
+        ({"outputs": [8]}, {}),
+        ({"outputs": float("inf")}, {}),
+        ({"samples": None}, {}),
+        ({}, {"prompts/prompts.0": torch.full((3, 24), float("nan"))}),
+        ({}, {"prompts/prompts.0": torch.zeros(3, 24, dtype=torch.complex64)}),
+        ({}, {"prompts/prompts.0": torch.zeros(4, 24)}),
+        ({}, {"prompts/more": torch.zeros(4, 24)}),
+    ],
+    ids=lambda lie: str(lie)[:60],
+)
+def test_forged_prompts_are_refused(trained, tmp_path, about, tensors):
+    honest, header = statefile.read(trained[0])
+    file, model = tmp_path / "forged.safetensors", plain()
+    statefile.write(file, {**honest, **tensors}, {**header, "about": {**header["about"], **about}})
+    with pytest.raises(StateError, match="forged"):
+        acclimate.adapt(model, "dept-g", source_statistics=file, bank=32)
+    acclimate.adapt(model, "dept-g", source_statistics=trained[0], bank=32)
+
+
 def test_the_model_is_left_as_it_was(tmp_path):
     model = plain().train()
     before = {name: t.clone() for name, t in model.state_dict().items()}
