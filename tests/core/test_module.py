@@ -52,8 +52,8 @@ def test_a_state_dict_is_a_copy(batches):
         (lambda state: tiny_vit().state_dict(), "unwrap"),
         (lambda state: {}, "unwrap"),
         (lambda state: {**state, "steps": 3}, "unwrap"),
-        (lambda state: {name: t for name, t in state.items() if name != "rng"}, "rng missing"),
-        (lambda state: {**state, "more": torch.zeros(1)}, "more missing, unknown"),
+        (lambda state: {name: t for name, t in state.items() if name != "rng"}, "rng is missing"),
+        (lambda state: {**state, "more": torch.zeros(1)}, "more is unknown"),
     ],
     ids=["model", "nothing", "number", "missing", "unknown"],
 )
