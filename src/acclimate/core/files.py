@@ -8,6 +8,7 @@ import os
 import secrets
 import stat
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -138,12 +139,23 @@ def _create(target: Path, mode: int) -> tuple[Path, BinaryIO]:
         file.close()  # another process removed it before it was locked
 
 
+_next_search: dict[Path, float] = {}  # the time before which a folder is not searched again
+
+
 def _remove_abandoned(folder: Path) -> None:
-    """Remove the temporary files whose writers were killed."""
+    """Remove the temporary files whose writers were killed.
+
+    A folder may have many files, and many may be written to it: the search takes at most a tenth of the time.
+    """
+    start = time.monotonic()
+    if start < _next_search.get(folder, 0.0):
+        return
     with suppress(OSError):  # a folder that cannot be listed may still be written to
         for name in os.listdir(folder):
             if name.endswith(TEMPORARY):
                 _remove_if_abandoned(folder / name)
+    end = time.monotonic()
+    _next_search[folder] = end + 10 * (end - start)
 
 
 def _remove_if_abandoned(temporary: Path) -> None:
