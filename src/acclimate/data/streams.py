@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from ..core.processes import end_with_parent
 from ..errors import AcclimateError, ConfigError, InputError, require_between, require_whole
 from .corruptions import Integers
 from .domains import Domain, DomainKey
@@ -204,6 +205,7 @@ class Stream:
             batch_sampler=batches[done:],  # type: ignore[arg-type]
             num_workers=self.workers,
             collate_fn=_as_it_is,
+            worker_init_fn=end_with_parent,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator(),  # otherwise the loader would draw from torch's global generator
         )

@@ -8,26 +8,31 @@ is lost, and another process continues the run.
 from __future__ import annotations
 
 import os
+import pickle
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from ..core.console import PlainConsole
 from ..core.method import Method
+from ..core.processes import GRACE_SECONDS, MOST_PROCESSES, interrupts_held
 from ..core.registry import create_method, find_method
 from ..core.statistics import SourceStatistics, require_statistics
 from ..data.catalog import Data
 from ..data.disk import Files
 from ..data.domains import Domain, Subset
 from ..data.streams import Stream
-from ..errors import AcclimateError, ConfigError, require_whole
-from .jobs import POLL_SECONDS, Job, Payload, Presents, pack, run_in_worker, run_job, start_worker
+from ..errors import AcclimateError, ConfigError, require_between, require_whole
+from .jobs import POLL_SECONDS, Finished, Job, Payload, Presents, pack, run_in_worker, run_job, start_worker
 from .progress import ProgressView
 from .run import Result
 from .spec import Protocol, describe, specify
@@ -63,7 +68,11 @@ class Execution:
     shard: tuple[int, int] = (1, 1)
 
     def __post_init__(self) -> None:
-        require_whole(1, jobs=self.jobs)
+        for name, least in (("jobs", 1), ("threads", 1), ("workers", 0)):
+            value = getattr(self, name)
+            if value is not None:
+                require_whole(least, **{name: value})
+                require_between(least, MOST_PROCESSES, **{name: value})
         if self.on not in (None, "ray"):
             raise ConfigError(f'on={self.on!r}: "ray", or None for this machine.')
 
@@ -111,7 +120,7 @@ def run_grid(
                 store.forget(job.spec)
         found = {i: result for i, job in enumerate(grid) if (result := store.find(job.spec)) is not None}
         todo = [i for i in range(len(grid)) if i not in found]
-        view = stack.enter_context(ProgressView(grid, found, store, console or Console(stderr=True)))
+        view = stack.enter_context(ProgressView(grid, found, store, console or PlainConsole(stderr=True)))
         if execution.on is None and execution.jobs == 1:
             results = _run_here(testbed, grid, todo, store, protocol, view)
         elif execution.on is None:
@@ -121,7 +130,7 @@ def run_grid(
 
             results = run_on_ray(pack(testbed.model, grid, store, protocol), todo, view, execution.gpus)
         done = dict(found)
-        for i, result in results:
+        for i, result in stack.enter_context(closing(results)):
             done[i] = result
             view.finished(i, result)
     return [Outcome(job.spec, done[i], i in found, store.folder(job.spec) if kept else None) for i, job in enumerate(grid)]
@@ -176,41 +185,63 @@ def _part(grid: list[Job], shard: tuple[int, int]) -> list[Job]:
 
 def _run_here(
     testbed: Testbed, grid: list[Job], todo: list[int], store: Store, protocol: Protocol, view: ProgressView
-) -> Iterator[tuple[int, Result]]:
+) -> Finished:
     for i in todo:
         with view.watching(i) as on_step:
             result = run_job(testbed.model, grid[i], store, protocol, on_step)
         yield i, result
 
 
-def _run_in_processes(payload: Payload, todo: list[int], view: ProgressView, jobs: int) -> Iterator[tuple[int, Result]]:
+def _run_in_processes(payload: Payload, todo: list[int], view: ProgressView, jobs: int) -> Finished:
     """Distribute runs over processes of this machine.
 
     A process that is killed is replaced, and its run continues.
     """
-    left, crashes = set(todo), 0
+    left, crashes = sorted(todo), 0
     while left:
-        # processes are spawned, because threads and GPUs do not survive a fork
-        with ProcessPoolExecutor(min(jobs, len(left)), get_context("spawn"), start_worker, (payload,)) as pool:
-            futures = {pool.submit(run_in_worker, i): i for i in sorted(left)}
-            try:
-                while futures:
-                    ready, _ = wait(futures, POLL_SECONDS, FIRST_COMPLETED)
-                    view.poll(futures.values())
-                    for future in ready:
-                        i = futures[future]
-                        result = future.result()  # an error in a run ends the grid; finished runs are kept
-                        del futures[future]
-                        left.discard(i)
-                        crashes = 0
-                        yield i, result
-            except BrokenProcessPool:
-                crashes += 1
-                if crashes >= MAX_CRASHES:
-                    raise AcclimateError(
-                        f"{crashes} worker processes in a row were killed before any run was finished. Memory may be short: "
-                        "give fewer jobs. The same command goes on from where they were."
-                    ) from None
-            finally:
-                for future in futures:
-                    future.cancel()
+        try:
+            with closing(_run_in_pool(payload, left, view, jobs)) as results:
+                for i, result in results:
+                    left, crashes = [other for other in left if other != i], 0
+                    yield i, result
+        except BrokenProcessPool:
+            crashes += 1
+            if crashes >= MAX_CRASHES:
+                raise AcclimateError(
+                    f"{crashes} worker processes in a row were killed, or could not start, before any run was finished. "
+                    "Memory may be short: give fewer jobs. The same command goes on from where they were."
+                ) from None
+
+
+def _run_in_pool(payload: Payload, todo: list[int], view: ProgressView, jobs: int) -> Finished:
+    """Distribute runs over new processes, until a process is killed.
+
+    If this function is left before the end, for whatever reason, the processes save the states of their runs and end.
+    """
+    context = get_context("spawn")  # threads and GPUs do not survive a fork
+    theirs, ours = context.Pipe(duplex=False)
+    futures: dict[Future[Result], int] = {}
+    processes: list[BaseProcess] = []
+    with tempfile.TemporaryDirectory(prefix="acclimate-", ignore_cleanup_errors=True) as folder:
+        file = Path(folder) / "payload"
+        file.write_bytes(pickle.dumps(payload))  # through a pipe, one process after another would have to wait for it
+        pool = ProcessPoolExecutor(min(jobs, len(todo)), context, start_worker, (file, theirs))
+        try:
+            with interrupts_held():
+                futures = {pool.submit(run_in_worker, i): i for i in todo}
+                processes = list(pool._processes.values())
+            while futures:
+                ready, _ = wait(futures, POLL_SECONDS, FIRST_COMPLETED)
+                view.poll(futures.values())
+                for future in ready:
+                    result = future.result()  # an error in a run ends the grid; finished runs are kept
+                    yield futures.pop(future), result
+        finally:
+            ours.close()  # tells the processes to end
+            pool.shutdown(wait=False, cancel_futures=True)
+            if futures:
+                wait(futures, GRACE_SECONDS)
+                for process in processes:
+                    process.kill()  # its state is saved, or takes too long
+            pool.shutdown()
+            theirs.close()

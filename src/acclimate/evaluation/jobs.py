@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import shutil
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +19,7 @@ from torch import nn
 from ..core.adapt import adapt
 from ..core.adapter import Record
 from ..core.method import Method
+from ..core.processes import ENDING, end_soon, when_parent_ends
 from ..core.registry import method_file, read_file
 from ..core.statistics import SourceStatistics
 from ..data.domains import Domain
@@ -26,6 +31,7 @@ from .spec import Protocol, Spec
 from .store import Store
 
 POLL_SECONDS = 0.5  # between two checks of runs in other processes
+Finished = Generator[tuple[int, Result], None, None]  # positions in the grid, with the results of the runs
 
 
 @typing.runtime_checkable
@@ -141,17 +147,33 @@ class Worker:
         return run_job(self._model, self._grid[position], self._store, self._protocol)
 
 
-_worker: Worker | None = None
+_file: Path | None = None  # with the payload
 
 
-def start_worker(payload: Payload) -> None:
-    """Prepare this process as a worker."""
-    global _worker
+def start_worker(file: Path, stop: Connection) -> None:
+    """Prepare this process as a worker, which ends when its parent ends, or closes its end of the pipe `stop`.
+
+    The worker itself is made for its first run: an error here would end the process without a message.
+    """
+    global _file
+    _file = file
+
+    def end() -> None:
+        shutil.rmtree(file.parent, ignore_errors=True)  # the parent, if it was killed, could not do that
+        end_soon()
+
+    when_parent_ends(end, stop)
+
+
+@cache
+def _worker() -> Worker:
+    assert _file is not None, "start_worker() makes a process a worker"
     identity = multiprocessing.current_process()._identity
-    _worker = Worker(payload, identity[0] - 1 if identity else 0)
+    return Worker(pickle.loads(_file.read_bytes()), identity[0] - 1 if identity else 0)
 
 
 def run_in_worker(position: int) -> Result:
     """Make one run in a process that was prepared as a worker."""
-    assert _worker is not None, "start_worker() makes a process a worker"
-    return _worker.run(position)
+    if ENDING.is_set():
+        raise KeyboardInterrupt
+    return _worker().run(position)

@@ -65,13 +65,13 @@ class Journal:
         adapter.resume(state, tensors, header)
         return lines
 
-    def record(self, line: dict[str, Any], adapter: Adapter) -> None:
-        """Write the record of a step, and a state if the last one is old."""
+    def record(self, line: dict[str, Any], adapter: Adapter, *, save: bool = False) -> None:
+        """Write the record of a step, and a state if the last one is old or if `save` is true."""
         assert self._file is not None, "resume() opens the journal"
         content, self._digest = seal_record(line, self._digest)
         self._file.write(content)
         self._file.flush()  # other processes read it to show progress
-        if time.monotonic() - self._saved >= self.every:
+        if save or time.monotonic() - self._saved >= self.every:
             os.fsync(self._file.fileno())
             adapter.save(self.folder / STATE, note=self._digest)
             self._saved = time.monotonic()

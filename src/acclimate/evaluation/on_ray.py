@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
+from ..core.processes import GRACE_SECONDS
 from ..errors import AcclimateError, ConfigError
-from .jobs import POLL_SECONDS, Payload, Worker
+from .jobs import POLL_SECONDS, Finished, Payload, Worker
 from .progress import ProgressView
 from .run import Result
 
 RETRIES = 5  # of a task whose worker or machine died
 
 
-def run_on_ray(payload: Payload, todo: list[int], view: ProgressView, gpus: float | None) -> Iterator[tuple[int, Result]]:
+def run_on_ray(payload: Payload, todo: list[int], view: ProgressView, gpus: float | None) -> Finished:
     """Make runs of a grid on a Ray cluster. The store must be on a disk that all machines share."""
     try:
         import ray
@@ -23,6 +23,7 @@ def run_on_ray(payload: Payload, todo: list[int], view: ProgressView, gpus: floa
     started = not ray.is_initialized()
     if started:
         ray.init(log_to_driver=False, logging_level=logging.ERROR)  # uses RAY_ADDRESS, or starts a cluster here
+    pending: dict[Any, int] = {}
     try:
         needed = 1.0 if gpus is None and payload.device == "cuda" else gpus or 0
         task = ray.remote(max_retries=RETRIES, num_cpus=min(payload.threads, _most_cpus(ray)), num_gpus=needed)(_one)
@@ -39,6 +40,10 @@ def run_on_ray(payload: Payload, todo: list[int], view: ProgressView, gpus: floa
                     raise error.cause if isinstance(error.cause, AcclimateError) else error from None
                 yield i, result
     finally:
+        for reference in pending:  # if this function is left before the end, the runs save their states
+            ray.cancel(reference)
+        if pending:
+            ray.wait(list(pending), num_returns=len(pending), timeout=GRACE_SECONDS)
         if started:
             ray.shutdown()
 

@@ -12,8 +12,10 @@ import numpy as np
 
 from ..core.adapter import Adapter, Record
 from ..core.digests import digest_json
+from ..core.processes import finishing_steps
 from ..data.domains import DomainKey
 from ..data.streams import Stream
+from ..errors import StateError
 from .journal import Journal
 from .memory import peak_memory
 from .scores import Floats, Scores
@@ -108,7 +110,7 @@ def run(
         scores.extend(_rows(line))
         tally.add(line)
         done += 1
-    with peak_memory(engine.vit.device) as peak:
+    with peak_memory(engine.vit.device) as peak, finishing_steps() as ending:
         for images, labels, domain in stream.since(done):
             images = images.to(engine.vit.device, non_blocking=True)
             (forward, backward), start = (engine.passes.forward, engine.passes.backward), time.perf_counter()
@@ -123,9 +125,15 @@ def run(
                 "backward": engine.passes.backward - backward,
             }
             tally.add(line)
+            end = ending()
             if journal:
-                journal.record(line, adapter)
+                try:
+                    journal.record(line, adapter, save=end)
+                except OSError as error:
+                    raise StateError(f"Cannot write {journal.folder}: {error.strerror}.") from error
             on_step(scores, record)
+            if end:
+                raise KeyboardInterrupt
     where, accuracy = scores.running()
     return Result(
         samples=scores.count,
