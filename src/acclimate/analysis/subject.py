@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from torch import Tensor, nn
 
@@ -164,7 +165,7 @@ class Subject:
 
     def track(self, items: Iterable[Item], what: str) -> Iterable[Item]:
         """Return the items one by one, and show how far that is."""
-        return track(items, what, console=self.console, transient=True)
+        return track(items, escape(what), console=self.console, transient=True)
 
     def protocol(self, **more: str) -> dict[str, str]:
         """Return how a figure was made, name by name."""

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..core.console import PlainConsole
 from .published import PublishedTable
 from .store import Outcome
 from .tables import Column, Grid, RowKey, Summary
@@ -39,7 +39,7 @@ def write_table(form: str, grid: Grid, title: str, paper: PublishedTable | None 
         paper: A published table that was fitted to the grid, whose rows are added beside ours.
     """
     if form == "terminal":
-        console = Console(file=io.StringIO(), width=WIDTH)
+        console = PlainConsole(file=io.StringIO(), width=WIDTH)
         console.print(terminal(grid, title, width=WIDTH))
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, overload
 
-from rich.console import Console
-
+from ..core.console import PlainConsole
 from ..data.corruptions import CORRUPTIONS
 from ..errors import ConfigError
 from .formats import WIDTH, terminal, write_table
@@ -86,7 +85,7 @@ class Results(Sequence[Outcome]):
         return self.table() if self._outcomes else "Results([])"
 
     def _repr_html_(self) -> str:
-        console = Console(file=io.StringIO(), record=True, width=WIDTH)
+        console = PlainConsole(file=io.StringIO(), record=True, width=WIDTH)
         for grid in self.grids().values():
             console.print(terminal(grid, _title(grid), width=WIDTH))
         return console.export_html(inline_styles=True, code_format="<pre style='line-height:1.2'>{code}</pre>")

@@ -81,6 +81,7 @@ class Grid:
         self.source = next((row for row in self.rows if row.method == SOURCE), None)
         self.domains = list(dict.fromkeys(key for o in outcomes for key in o.spec.domains))
         self.columns: list[Column] = [*self.domains, *Summary]
+        self._headings = _headings(self.domains)
         self._labels = row_labels(outcomes)
         self._cells = {(row, column): self._cell(row, column) for row in self.rows for column in self.columns}
         self._leaders: dict[Column, list[RowKey]] = {}
@@ -92,10 +93,11 @@ class Grid:
         return self._labels[row]
 
     def heading(self, column: Column) -> str:
-        """Return the name of a column, with the severity only if it distinguishes domains."""
-        if isinstance(column, Summary):
-            return column.value
-        return str(column) if sum(column.name == key.name for key in self.domains) > 1 else column.name
+        """Return the name of a column, with the severity only if it distinguishes domains.
+
+        No two columns have the same name: the name of a domain that is called "mean", or "fog/5", is in quotes.
+        """
+        return self._headings[column]
 
     @property
     def model(self) -> str:
@@ -212,6 +214,16 @@ def _value(outcome: Outcome, column: Column) -> float | None:
     return outcome.result.second_half if column is Summary.SECOND_HALF else outcome.result.per_domain.get(column)
 
 
+def _headings(domains: Sequence[DomainKey]) -> dict[Column, str]:
+    """Return the names of the columns of a table."""
+    several = Counter(key.name for key in domains)
+    names: dict[Column, str] = {column: column.value for column in Summary}
+    names |= {key: str(key) if several[key.name] > 1 else key.name for key in domains}
+    count = Counter(names.values())
+    ambiguous = [key for key in domains if count[names[key]] > 1]
+    return names | {key: str(DomainKey(repr(key.name), key.severity)) for key in ambiguous}
+
+
 def row_labels(outcomes: Sequence[Outcome]) -> dict[RowKey, str]:
     """Return the names of rows.
 
@@ -238,20 +250,22 @@ def differences(outcomes: Sequence[Outcome]) -> list[str]:
     for line, methods in lines.items():
         if len(methods) > 1:
             found.append(f"{line}: " + "; ".join(f"{value} ({shorten_list(which)})" for value, which in methods.items()))
-    met: dict[tuple[str, int], dict[tuple[str, ...], list[str]]] = {}
-    runs: Counter[tuple[str, str, int]] = Counter()
+    met: dict[tuple[tuple[DomainKey, ...], int], dict[tuple[str, ...], list[str]]] = {}
+    runs: Counter[tuple[str, tuple[DomainKey, ...], int]] = Counter()
     labels = row_labels(outcomes)
     for spec in (outcome.spec for outcome in outcomes):
-        where = ", ".join(map(str, spec.domains))
+        where = tuple(spec.domains)
         met.setdefault((where, spec.seed), {}).setdefault((spec.order, *spec.data), []).append(spec.method)
         runs[labels[RowKey.of(spec)], where, spec.seed] += 1
     for (where, seed), each in met.items():
         if len(each) > 1:
             who = " and ".join(shorten_list(methods) for methods in each.values())
-            found.append(f"images or their order: {who} did not meet the same on {where}, seed {seed}")
+            on = ", ".join(map(str, where))
+            found.append(f"images or their order: {who} did not meet the same on {on}, seed {seed}")
     for (method, where, seed), count in runs.items():
         if count > 1:
-            found.append(f"runs: {count} results are of {method} on {where} with seed {seed}")
+            on = ", ".join(map(str, where))
+            found.append(f"runs: {count} results are of {method} on {on} with seed {seed}")
     return found
 
 

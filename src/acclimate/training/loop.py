@@ -127,7 +127,7 @@ class Training:
     ) -> None:
         """Train the remaining epochs, with a checkpoint after each."""
         size, epochs = self.schedule.batch_size, self.schedule.epochs
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
             task = progress.add_task("", total=epochs, completed=len(self.history))
             while (epoch := len(self.history)) < epochs:
