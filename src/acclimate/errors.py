@@ -40,6 +40,12 @@ class ConformanceError(AcclimateError, AssertionError):
     """An error about a method that violates the contract that `acclimate.check_method` verifies."""
 
 
+def first_line(error: BaseException, most: int = 200) -> str:
+    """Return the first line of the message of an error, without its full stop: torch writes whole paragraphs."""
+    text = str(error).strip().partition("\n")[0].rstrip(". ")
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def require_between(low: float, high: float, *, optional: bool = False, **options: float | None) -> None:
     """Refuse options outside of the range from `low` to `high`. None is accepted if they are `optional`."""
     for name, value in options.items():

@@ -9,7 +9,7 @@ A module declares its figure by a constant:
 
 from __future__ import annotations
 
-import argparse
+import ast
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,8 +31,9 @@ class Argument:
         name: The keyword; the option is `--name`.
         help: What it chooses.
         default: What it is if it is not given.
-        type: Reads the option's text.
+        type: Reads the option's text; list for words that are separated by commas.
         metavar: Stands for the value in the help.
+        limits: The smallest and the largest value, if it is a whole number.
     """
 
     name: str
@@ -40,21 +41,14 @@ class Argument:
     default: Any = None
     type: Callable[[str], Any] = str
     metavar: str = "NAME"
-
-
-def names(text: str) -> list[str]:
-    """Return the words of a list that is separated by commas."""
-    found = [word.strip() for word in text.split(",") if word.strip()]
-    if not found or len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r}: name one or several, separated by commas, each once")
-    return found
+    limits: tuple[int, int] = (0, 2**31 - 1)
 
 
 METHOD = Argument("method", "what adapts", "dct")
 CORRUPTION = Argument("corruption", "what the images suffer", "defocus_blur")
-CORRUPTIONS = Argument("corruptions", "which, separated by commas", FIVE, names, "LIST")
-SEVERITY = Argument("severity", "of the corruption; default: 5, of the bundled images 2", None, int, "1..5")
-SEED = Argument("seed", "of the order of the images and of the method", 0, int, "N")
+CORRUPTIONS = Argument("corruptions", "which, separated by commas", FIVE, list, "LIST")
+SEVERITY = Argument("severity", "of the corruption; default: 5, of the bundled images 2", None, int, "1..5", (1, 5))
+SEED = Argument("seed", "of the order of the images and of the method", 0, int, "N", (0, 2**63 - 1))
 
 
 @dataclass(frozen=True)
@@ -80,6 +74,18 @@ class FigureKind:
     arguments: tuple[Argument, ...]
     clean: bool = False
     labels: bool = False
+
+
+def figure_titles() -> dict[str, str]:
+    """Return the names of all figures with their help, in their order, without importing them, and torch with them."""
+    lines = [line for path in Path(__file__).parent.glob("*.py") for line in ast.parse(path.read_text("utf-8")).body]
+    found = []
+    for line in lines:
+        if isinstance(line, ast.Assign) and ast.unparse(line.targets[0]) == "FIGURE" and isinstance(line.value, ast.Call):
+            values: dict[str | None, ast.expr] = dict(zip(("name", "help", "position"), line.value.args))
+            values |= {keyword.arg: keyword.value for keyword in line.value.keywords}
+            found.append([ast.literal_eval(values[key]) for key in ("position", "name", "help")])
+    return {name: about for _, name, about in sorted(found)}
 
 
 @cache

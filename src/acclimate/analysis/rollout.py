@@ -210,6 +210,6 @@ FIGURE = FigureKind(
     position=20,
     draw=draw,
     draws=("rollout",),
-    arguments=(METHOD, CORRUPTION, SEVERITY, SEED, Argument("rows", "how many images are shown", 6, int, "N")),
+    arguments=(METHOD, CORRUPTION, SEVERITY, SEED, Argument("rows", "how many images are shown", 6, int, "N", (1, 1000))),
     clean=True,
 )

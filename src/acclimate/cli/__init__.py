@@ -10,14 +10,14 @@ from __future__ import annotations
 import argparse
 import os
 import pkgutil
-import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
 from .. import __version__
-from ..errors import AcclimateError
+from ._parser import Parser
+from ._reported import reported
 
 EPILOG = """\
 examples:
@@ -41,9 +41,9 @@ def command_modules() -> list[ModuleType]:
     return sorted((import_module(f"{__name__}.{name}") for name in found), key=lambda module: module.POSITION)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser with all commands."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="acclimate",
         description="Vision transformers that adapt to a new domain while they predict.",
         epilog=EPILOG,
@@ -58,15 +58,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code."""
-    given = build_parser().parse_args(arguments)
     # Threads of OpenMP that wait actively are no faster, and much slower if other processes need the cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     warnings.filterwarnings("ignore", "Image size .* exceeds limit")  # of Pillow; acclimate refuses such images
-    try:
-        return given.run(given) or 0
-    except AcclimateError as error:
-        print(f"acclimate: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nacclimate: interrupted. What was finished is kept; the same command goes on from there.", file=sys.stderr)
-        return 130
+    with reported() as outcome:
+        given = build_parser().parse_args(arguments)
+        outcome.code = given.run(given) or 0
+    return outcome.code

@@ -1,24 +1,30 @@
-"""Arguments that several commands share, and functions that parse their text."""
+"""Arguments that several commands share, and what is opened from them."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from typing import TYPE_CHECKING, Any
 
+from ._parser import MOST_PROCESSES, TINY, Parser, input_file, input_folder, list_of, number, shown, whole, words
+
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from ..data.catalog import Selection
     from ..data.domains import Domain
     from ..evaluation.testbed import Testbed
 
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+    Commands = argparse._SubParsersAction[Parser]
     Group = argparse._ArgumentGroup
 else:
     Commands = Group = Any
 
+CONSTANTS = ("imagenet-c", "cifar-10-c")
+SEVERITY = whole(1, 5)
 
-def new_command(commands: Commands, name: str, *, help: str, description: str, epilog: str) -> argparse.ArgumentParser:
+
+def new_command(commands: Commands, name: str, *, help: str, description: str, epilog: str) -> Parser:
     """Add a command whose epilog keeps its line breaks."""
     return commands.add_parser(
         name, help=help, description=description, epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -33,11 +39,21 @@ def add_model(group: Group, default: str | None = "bundled") -> None:
         metavar="NAME",
         help="bundled, timm's name with its tag, or a file of train-source; default: %(default)s",
     )
-    group.add_argument("--weights", metavar="FILE", help="local weights of a timm model, instead of a download")
     group.add_argument(
-        "--mean", metavar="LIST", help="mean of the normalisation, if the model does not contain it: 0.5,0.5,0.5"
+        "--weights", type=input_file, metavar="FILE", help="local weights of a timm model, instead of a download"
     )
-    group.add_argument("--std", metavar="LIST", help="standard deviation of the normalisation, in the same form")
+    group.add_argument(
+        "--mean",
+        type=list_of(number(), repeated=True),
+        metavar="LIST",
+        help="mean of the normalisation, if the model does not contain it: 0.5,0.5,0.5",
+    )
+    group.add_argument(
+        "--std",
+        type=list_of(number(TINY), repeated=True),
+        metavar="LIST",
+        help="standard deviation of the normalisation, in the same form",
+    )
 
 
 def add_data(group: Group) -> None:
@@ -45,7 +61,7 @@ def add_data(group: Group) -> None:
     group.add_argument(
         "--data", default="bundled", metavar="NAME", help="a name in `acclimate data list`; default: %(default)s"
     )
-    group.add_argument("--root", metavar="DIR", help="the folder of the data set")
+    group.add_argument("--root", type=input_folder, metavar="DIR", help="the folder of the data set")
     group.add_argument("--partial", action="store_true", help="take a data set that is not complete")
 
 
@@ -53,17 +69,40 @@ def add_selection(group: Group, *, images: str = "images of each domain; default
     """Add the arguments that choose domains and images of the data."""
     group.add_argument(
         "--corruptions",
+        type=words,
         metavar="LIST",
         help="default: all 15, of the bundled images one of each group; clean: no corruption",
     )
-    group.add_argument("--severities", "--severity", metavar="LIST", help="1 to 5; default: 5, of the bundled images 2")
-    group.add_argument("--domains", metavar="LIST", help="domains of Office-Home; default: all")
-    group.add_argument("--images", type=int, metavar="N", help=images)
+    group.add_argument(
+        "--severities",
+        "--severity",
+        type=list_of(SEVERITY),
+        metavar="LIST",
+        help="1 to 5; default: 5, of the bundled images 2",
+    )
+    group.add_argument("--domains", type=words, metavar="LIST", help="domains of Office-Home; default: all")
+    group.add_argument("--images", type=whole(1), metavar="N", help=images)
     group.add_argument(
         "--constants",
+        choices=CONSTANTS,
         metavar="WHOSE",
         help="strengths of corruptions made on the fly: imagenet-c or cifar-10-c; default: by size, for the bundled images "
         "imagenet-c",
+    )
+
+
+def add_device(group: Group | Parser) -> None:
+    """Add the argument that chooses a device."""
+    group.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
+
+
+def add_workers(group: Group) -> None:
+    """Add the argument that chooses how many processes load images."""
+    group.add_argument(
+        "--workers",
+        type=whole(0, MOST_PROCESSES),
+        metavar="N",
+        help="processes that load images ahead; default: up to 4",
     )
 
 
@@ -75,9 +114,9 @@ def selection(given: argparse.Namespace) -> Selection:
         return getattr(given, name, None)
 
     return Selection(
-        corruptions=chosen("corruptions") and names("corruptions", given.corruptions),
-        severities=chosen("severities") and integers("severities", given.severities),
-        domains=chosen("domains") and names("domains", given.domains),
+        corruptions=chosen("corruptions"),
+        severities=chosen("severities"),
+        domains=chosen("domains"),
         images=chosen("images"),
         partial=bool(chosen("partial")),
         constants=chosen("constants"),
@@ -94,12 +133,17 @@ def open_given(given: argparse.Namespace, needed: Collection[str] | None = None)
         given.root,
         selection(given),
         weights=given.weights,
-        mean=given.mean and floats("mean", given.mean),
-        std=given.std and floats("std", given.std),
-        source_statistics=split(getattr(given, "source_statistics", None)) or None,
+        mean=given.mean,
+        std=given.std,
+        source_statistics=getattr(given, "source_statistics", None),
         needed=needed,
         device=given.device,
     )
+
+
+def make_folder_of(file: str) -> None:
+    """Make the folder of a file that will be written at the end, so that nothing is computed in vain."""
+    os.makedirs(os.path.dirname(os.path.abspath(file)), exist_ok=True)
 
 
 def clean_source(testbed: Testbed) -> Domain:
@@ -116,54 +160,18 @@ def clean_source(testbed: Testbed) -> Domain:
     return data.domains[0]
 
 
-def split(text: str | None) -> list[str]:
-    """Return the words of a list that is separated by commas."""
-    return [word.strip() for word in (text or "").split(",") if word.strip()]
-
-
-def names(option: str, text: str) -> list[str]:
-    """Return the words of a list that must not be empty and must not contain a word twice."""
-    from ..errors import ConfigError
-
-    found = split(text)
-    if not found or len(set(found)) < len(found):
-        raise ConfigError(f"--{option} {text!r}: name one or several, separated by commas, each once.")
-    return found
-
-
-def integers(option: str, text: str) -> list[int]:
-    """Return a list of whole numbers."""
-    from ..errors import ConfigError
-
-    found = names(option, text)
-    try:
-        return [int(word) for word in found]
-    except ValueError:
-        raise ConfigError(f"--{option} {text}: give whole numbers, separated by commas.") from None
-
-
-def floats(option: str, text: str) -> list[float]:
-    """Return a list of numbers, which may contain a number several times."""
-    from ..errors import ConfigError
-
-    try:
-        return [float(word) for word in split(text)]
-    except ValueError:
-        raise ConfigError(f"--{option} {text}: give numbers, separated by commas.") from None
-
-
-def methods(text: str) -> list[Any]:
-    """Return methods, with or without options, and files of methods: `dct,dct:generator=False:lr=0.01,mine.py`."""
+def methods(given: Iterable[str]) -> list[Any]:
+    """Return methods, with or without options, and files of methods: `dct`, `dct:generator=False:lr=0.01`, `mine.py`."""
     import ast
 
     from ..core.registry import read_file
     from ..errors import ConfigError
 
     chosen: list[Any] = []
-    for word in names("methods", text):
+    for word in given:
         name, *options = word.split(":")
         if not all("=" in option for option in options):
-            raise ConfigError(f"--methods {word}: options are written name:option=value:option=value.")
+            raise ConfigError(f"--methods {shown(word)}: options are written name:option=value:option=value.")
         values: dict[str, Any] = {}
         for option, value in (option.split("=", 1) for option in options):
             try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ._arguments import Commands, add_data, add_model, floats, new_command, open_given, selection
+from ._arguments import Commands, add_data, add_device, add_model, new_command, open_given, selection
+from ._parser import Parser, input_folder, output_folder, whole, words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +32,7 @@ Each figure is written as PNG, as SVG, and as CSV with its numbers.
 
 
 def add(commands: Commands) -> None:
-    """Add the command to the parser. Its figures are added when it is used, because finding them imports torch."""
+    """Add the command to the parser. Its figures are added when it is used, and their arguments when one is chosen."""
     analyze = new_command(
         commands,
         "analyze",
@@ -38,36 +40,42 @@ def add(commands: Commands) -> None:
         description="Draw figures that show why a method does what it does.",
         epilog=EPILOG,
     )
-    parse = analyze.parse_known_args
-
-    def find_and_parse(*given: Any, **more: Any) -> Any:
-        if analyze._subparsers is None:
-            _add_figures(analyze)
-        return parse(*given, **more)
-
-    analyze.parse_known_args = find_and_parse  # type: ignore[method-assign]
+    analyze.complete = partial(_add_figures, analyze)
 
 
-def _add_figures(analyze: argparse.ArgumentParser) -> None:
-    from ..analysis.registry import figure_kinds
+def _add_figures(analyze: Parser) -> None:
+    from ..analysis.registry import figure_titles
 
     commands = analyze.add_subparsers(title="figures", metavar="FIGURE", required=True)
-    kinds = figure_kinds()
-    for name, about, chosen in [*((kind.name, kind.help, [kind]) for kind in kinds), ("all", "all of these", kinds)]:
+    for name, about in {**figure_titles(), "all": "all of these"}.items():
         figure = commands.add_parser(name, help=about, description=f"Draw {about}.")
-        what = figure.add_argument_group("what")
-        add_model(what)
-        add_data(what)
-        what.add_argument("--images", type=int, metavar="N", help="images of each domain; default: at most 512")
-        if any(kind.clean for kind in chosen):
-            what.add_argument("--clean", metavar="DIR", help="clean images for ImageNet-C, which has none: <wnid>/*.JPEG")
-        how = figure.add_argument_group("how")
-        for argument in {argument.name: argument for kind in chosen for argument in kind.arguments}.values():
-            told = argument.help + _default(argument.name, chosen)
-            how.add_argument(f"--{argument.name}", type=argument.type, metavar=argument.metavar, help=told)
-        how.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
-        how.add_argument("--out", default="figures", metavar="DIR", help="default: %(default)s")
-        figure.set_defaults(run=lambda given, chosen=chosen: _analyze(given, chosen))
+        figure.complete = partial(_add_arguments, figure, name)
+
+
+def _add_arguments(figure: Parser, name: str) -> None:
+    """Add the arguments of a figure. To find them imports torch."""
+    from ..analysis.registry import figure_kinds
+
+    chosen = [kind for kind in figure_kinds() if name in (kind.name, "all")]
+    what = figure.add_argument_group("what")
+    add_model(what)
+    add_data(what)
+    what.add_argument("--images", type=whole(1), metavar="N", help="images of each domain; default: at most 512")
+    if any(kind.clean for kind in chosen):
+        what.add_argument(
+            "--clean",
+            type=input_folder,
+            metavar="DIR",
+            help="clean images for ImageNet-C, which has none: <wnid>/*.JPEG",
+        )
+    how = figure.add_argument_group("how")
+    for argument in {argument.name: argument for kind in chosen for argument in kind.arguments}.values():
+        told = argument.help + _default(argument.name, chosen)
+        read = whole(*argument.limits) if argument.type is int else words if argument.type is list else argument.type
+        how.add_argument(f"--{argument.name}", type=read, metavar=argument.metavar, help=told)
+    add_device(how)
+    how.add_argument("--out", type=output_folder, default="figures", metavar="DIR", help="default: %(default)s")
+    figure.set_defaults(run=lambda given: _analyze(given, chosen))
 
 
 def _default(name: str, kinds: Sequence[FigureKind]) -> str:
@@ -105,18 +113,20 @@ def _opened(given: argparse.Namespace, kinds: Sequence[FigureKind]) -> Subject:
     """Open the model and one corruption of the data. Other corruptions are opened when a figure needs them."""
     from pathlib import Path
 
-    from rich.console import Console
-
     from ..analysis.subject import IMAGES, Subject
+    from ..core.console import PlainConsole
 
     values = {argument.name: _value(given, argument) for kind in reversed(kinds) for argument in kind.arguments}
     corruption = values.get("corruption") or next(iter(values.get("corruptions", ())), None)
-    severities = None if values.get("severity") is None else str(values["severity"])
-    wanted = argparse.Namespace(**{**vars(given), "corruptions": corruption, "severities": severities})
+    severity = values.get("severity")
+    chosen = {"corruptions": corruption and [corruption], "severities": severity and [severity]}
+    wanted = argparse.Namespace(**{**vars(given), **chosen})
     labels = any(kind.labels for kind in kinds)
     testbed = open_given(wanted) if labels or given.data != "folder" or given.root is None else _any_folder(wanted)
     clean = getattr(given, "clean", None)
-    return Subject(testbed, given.images or IMAGES, clean and Path(clean), Path(given.out) / "runs", Console(stderr=True))
+    return Subject(
+        testbed, given.images or IMAGES, clean and Path(clean), Path(given.out) / "runs", PlainConsole(stderr=True)
+    )
 
 
 def _any_folder(given: argparse.Namespace) -> Testbed:
@@ -128,5 +138,4 @@ def _any_folder(given: argparse.Namespace) -> Testbed:
 
     nothing = {"data": Data("folder", [], ()), "root": None, "partial": False, "corruptions": None, "severities": None}
     testbed = open_given(argparse.Namespace(**{**vars(given), **nothing}))
-    mean, std = given.mean and floats("mean", given.mean), given.std and floats("std", given.std)
-    return with_folder(testbed, Path(given.root), selection(given), mean=mean, std=std)
+    return with_folder(testbed, Path(given.root), selection(given), mean=given.mean, std=given.std)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING
 
-from ._arguments import Commands, add_data, add_model, add_selection, floats, integers, methods, names, new_command, split
+from ._arguments import Commands, add_data, add_device, add_model, add_selection, add_workers, methods, new_command
+from ._parser import MOST_PROCESSES, input_file, input_files, list_of, number, output_folder, seed, shown, whole, words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,12 +46,14 @@ def add(commands: Commands) -> None:
     what = bench.add_argument_group("what")
     what.add_argument(
         "--methods",
+        type=words,
         metavar="LIST",
         help="default: source,tent,sar,dct; with options: dct:lr=0.01; from a file: mine.py",
     )
     add_model(what)
     what.add_argument(
         "--source-statistics",
+        type=input_files,
         metavar="FILES",
         help="for methods that need them: of source-statistics for eata, cfa and foa, of train-prompts for dept-g",
     )
@@ -60,14 +64,24 @@ def add(commands: Commands) -> None:
     how = bench.add_argument_group("how")
     how.add_argument(
         "--settings",
+        type=words,
         default="normal",
         metavar="LIST",
         help="normal, bs1, label-shift, mixed, continual, gradual, or several joined by +; default: %(default)s",
     )
-    how.add_argument("--seeds", default="0", metavar="LIST", help="orders of the stream; several give mean and deviation")
-    how.add_argument("--batch-size", type=int, default=64, metavar="N", help="default: %(default)s")
     how.add_argument(
-        "--order", metavar="FILE", help="index file (.npy) of a label-shift stream, as SAR's authors share theirs"
+        "--seeds",
+        type=list_of(seed),
+        default="0",
+        metavar="LIST",
+        help="orders of the stream; several give mean and deviation",
+    )
+    how.add_argument("--batch-size", type=whole(1), default=64, metavar="N", help="default: %(default)s")
+    how.add_argument(
+        "--order",
+        type=input_file,
+        metavar="FILE",
+        help="index file (.npy) of a label-shift stream, as SAR's authors share theirs",
     )
     how.add_argument(
         "--tuned",
@@ -76,33 +90,67 @@ def add(commands: Commands) -> None:
         help="take options that were tuned for the model, which the bundled one has, or the methods' own defaults",
     )
     how.add_argument("--reference", action="store_true", help="every method as its authors' code, quirks included; no guard")
-    how.add_argument("--predict", default="before", metavar="WHEN", help="before (as the papers' code) or after the update")
+    how.add_argument(
+        "--predict",
+        default="before",
+        choices=["before", "after"],
+        metavar="WHEN",
+        help="before (as the papers' code) or after the update",
+    )
     how.add_argument(
         "--guard",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="watch for collapse, which the papers' code does not",
     )
-    how.add_argument("--precision", default="float32", metavar="TYPE", help="float32, bfloat16 or float16")
+    how.add_argument(
+        "--precision",
+        default="float32",
+        choices=["float32", "bfloat16", "float16"],
+        metavar="TYPE",
+        help="float32, bfloat16 or float16",
+    )
 
     where = bench.add_argument_group("where")
-    where.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
-    where.add_argument("--threads", type=int, metavar="N", help="of each process, on a CPU; decides how sums are rounded")
-    where.add_argument("--workers", type=int, metavar="N", help="processes that load images ahead; default: up to 4")
+    add_device(where)
     where.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="runs at a time on this machine; default: %(default)s"
+        "--threads",
+        type=whole(1, MOST_PROCESSES),
+        metavar="N",
+        help="of each process, on a CPU; decides how sums are rounded",
+    )
+    add_workers(where)
+    where.add_argument(
+        "--jobs",
+        type=whole(1, MOST_PROCESSES),
+        default=1,
+        metavar="N",
+        help="runs at a time on this machine; default: %(default)s",
     )
     where.add_argument("--on", choices=["ray"], help="run on a Ray cluster (pip install 'acclimate[ray]')")
-    where.add_argument("--gpus", type=float, metavar="N", help="of each run on Ray; default: 1 if there is one")
-    where.add_argument("--shard", default="1/1", metavar="I/N", help="only the I-th of N parts of the grid")
-    where.add_argument("--out", default="runs", metavar="DIR", help="where runs are kept; default: %(default)s")
+    where.add_argument(
+        "--gpus", type=number(0, MOST_PROCESSES), metavar="N", help="of each run on Ray; default: 1 if there is one"
+    )
+    where.add_argument("--shard", type=_shard, default="1/1", metavar="I/N", help="only the I-th of N parts of the grid")
+    where.add_argument(
+        "--out", type=output_folder, default="runs", metavar="DIR", help="where runs are kept; default: %(default)s"
+    )
     where.add_argument("--fresh", action="store_true", help="run again what was run before")
     bench.set_defaults(run=_bench)
 
 
-def _bench(given: argparse.Namespace) -> None:
-    from rich.console import Console
+def _shard(text: str) -> tuple[int, int]:
+    numbers = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
+    if numbers is None:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: give two numbers, like 3/10")
+    i, n = map(int, numbers.groups())
+    if not 1 <= i <= n:
+        raise argparse.ArgumentTypeError(f"{shown(text)}: the first number is from 1 to the second")
+    return i, n
 
+
+def _bench(given: argparse.Namespace) -> None:
+    from ..core.console import PlainConsole
     from ..core.registry import DEFAULT_METHODS
     from ..data.corruptions import CORRUPTIONS
     from ..errors import ConfigError
@@ -114,20 +162,17 @@ def _bench(given: argparse.Namespace) -> None:
 
     if given.full and given.corruptions is not None:
         raise ConfigError("--full is all 15 corruptions: leave out --corruptions.")
-    shard = given.shard.split("/")
-    if len(shard) != 2 or not all(part.isdigit() for part in shard):
-        raise ConfigError(f"--shard {given.shard}: give two numbers, like 3/10.")
-    console = Console()
+    console = PlainConsole()
     results = bench(
         given.model,
         given.data,
         given.root,
         methods=methods(given.methods) if given.methods is not None else DEFAULT_METHODS,
-        settings=names("settings", given.settings),
-        seeds=integers("seeds", given.seeds),
-        corruptions=CORRUPTIONS if given.full else given.corruptions and names("corruptions", given.corruptions),
-        severities=given.severities and integers("severities", given.severities),
-        domains=given.domains and names("domains", given.domains),
+        settings=given.settings,
+        seeds=given.seeds,
+        corruptions=CORRUPTIONS if given.full else given.corruptions,
+        severities=given.severities,
+        domains=given.domains,
         images=given.images,
         constants=given.constants,
         partial=given.partial,
@@ -136,9 +181,9 @@ def _bench(given: argparse.Namespace) -> None:
         tuned=given.tuned,
         reference=given.reference,
         weights=given.weights,
-        mean=given.mean and floats("mean", given.mean),
-        std=given.std and floats("std", given.std),
-        source_statistics=split(given.source_statistics) or None,
+        mean=given.mean,
+        std=given.std,
+        source_statistics=given.source_statistics,
         protocol=Protocol(given.predict, given.guard and not given.reference, given.precision),
         execution=Execution(
             given.device,
@@ -147,11 +192,11 @@ def _bench(given: argparse.Namespace) -> None:
             given.jobs,
             given.on,
             given.gpus,
-            (int(shard[0]), int(shard[1])),
+            given.shard,
         ),
         out=given.out,
         fresh=given.fresh,
-        console=console if console.is_terminal else Console(stderr=True),
+        console=console if console.is_terminal else PlainConsole(stderr=True),
     )
     show(results, console, remarks=source_remarks)
     found = sum(outcome.found for outcome in results)

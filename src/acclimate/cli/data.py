@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ._arguments import Commands, integers, names, new_command
+from ._arguments import SEVERITY, Commands, new_command
+from ._parser import input_folder, list_of, words
 
 POSITION = 50
 EPILOG = """\
@@ -37,11 +38,12 @@ def add(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     check.add_argument("--data", required=True, metavar="NAME", help="a name in: acclimate data list")
-    check.add_argument("--root", required=True, metavar="DIR", help="where it is")
-    check.add_argument("--corruptions", metavar="LIST", help="those that must be there; default: the 15")
+    check.add_argument("--root", required=True, type=input_folder, metavar="DIR", help="where it is")
+    check.add_argument("--corruptions", type=words, metavar="LIST", help="those that must be there; default: the 15")
     check.add_argument(
         "--severities",
         "--severity",
+        type=list_of(SEVERITY),
         metavar="LIST",
         help="those that must be there; default: 5, and others are checked if they are there",
     )
@@ -51,9 +53,9 @@ def add(commands: Commands) -> None:
 
 
 def _list() -> None:
-    from rich.console import Console
     from rich.table import Table
 
+    from ..core.console import PlainConsole
     from ..data.catalog import data_sets
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -61,23 +63,23 @@ def _list() -> None:
         table.add_column(column, overflow="fold", no_wrap=column == "data set")
     for name, entry in data_sets().items():
         table.add_row(name, entry.about, entry.shape, entry.origin)
-    Console().print(table)
+    PlainConsole().print(table)
 
 
 def _check(given: argparse.Namespace) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from ..core.console import PlainConsole
     from ..data.catalog import check_data
     from ..errors import printable
 
-    console = Console()
+    console = PlainConsole()
     report = check_data(
         given.data,
         given.root,
-        corruptions=given.corruptions and names("corruptions", given.corruptions),
-        severities=given.severities and integers("severities", given.severities),
+        corruptions=given.corruptions,
+        severities=given.severities,
         file_list=given.file_list,
         open_images=given.open_images,
         console=console,
@@ -90,19 +92,17 @@ def _check(given: argparse.Namespace) -> None:
         table.add_column(column, justify="right")
     table.add_column("")
     for row in report.rows:
-        state = "[green]complete[/]"
+        state = Text("complete", "green")
         if row.problems:
-            state = "[red]not complete[/]" if row.labels else "[red]not there[/]"
+            state = Text("not complete" if row.labels else "not there", "red")
         expected = "any" if row.expected is None else str(row.expected)
         table.add_row(Text(str(row.key)), str(len(row.labels)), expected, str(len(set(row.labels))), state)
     console.print(table)
     unreadable = [text for row in report.rows for text in row.unreadable]
     for problem in [*unreadable, *report.problems]:
-        console.print(problem, style="red", markup=False, highlight=False, soft_wrap=True)
+        console.print(problem, style="red", highlight=False, soft_wrap=True)
     if report.absent:
         console.print(f"{len(report.absent)} other domains (severities, extra corruptions) are not there.", style="dim")
     if not report.usable:
         raise report.error(most=1)
-    console.print(
-        f"{printable(given.root)} can be used as {given.data}.", style="green", markup=False, highlight=False, soft_wrap=True
-    )
+    console.print(f"{printable(given.root)} can be used as {given.data}.", style="green", highlight=False, soft_wrap=True)

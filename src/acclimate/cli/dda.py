@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ._arguments import Commands, new_command
+from ._arguments import Commands, add_device, new_command
+from ._parser import input_file, input_folder, number, output_folder, seed, whole
 
 POSITION = 150
 EPILOG = """\
@@ -29,27 +30,30 @@ def add(commands: Commands) -> None:
         "the same shape.",
         epilog=EPILOG,
     )
-    dda.add_argument("source", metavar="IN", help="a folder of images, in sub-folders or not")
-    dda.add_argument("target", metavar="OUT", help="where to write: OUT/<as in IN>.png")
+    dda.add_argument("source", type=input_folder, metavar="IN", help="a folder of images, in sub-folders or not")
+    dda.add_argument("target", type=output_folder, metavar="OUT", help="where to write: OUT/<as in IN>.png")
     dda.add_argument(
-        "--denoiser", required=True, metavar="FILE", help="weights of the diffusion model, *.pt or *.safetensors"
+        "--denoiser",
+        required=True,
+        type=input_file,
+        metavar="FILE",
+        help="weights of the diffusion model, *.pt or *.safetensors",
     )
-    dda.add_argument("--steps", type=int, default=100, metavar="N", help="steps of the schedule; default: %(default)s")
-    dda.add_argument("--start", type=int, default=50, metavar="N", help="steps of noise; default: %(default)s")
+    dda.add_argument("--steps", type=whole(1), default=100, metavar="N", help="steps of the schedule; default: %(default)s")
+    dda.add_argument("--start", type=whole(1), default=50, metavar="N", help="steps of noise; default: %(default)s")
     dda.add_argument(
-        "--factor", type=int, default=4, metavar="N", help="factor of the low-pass filter; default: %(default)s"
+        "--factor", type=whole(1), default=4, metavar="N", help="factor of the low-pass filter; default: %(default)s"
     )
-    dda.add_argument("--scale", type=float, default=6.0, metavar="X", help="scale of the guidance; default: %(default)s")
-    dda.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
-    dda.add_argument("--batch-size", type=int, default=4, metavar="N", help="images at a time; default: %(default)s")
+    dda.add_argument("--scale", type=number(0), default=6.0, metavar="X", help="scale of the guidance; default: %(default)s")
+    dda.add_argument("--seed", type=seed, default=0, metavar="N", help="default: %(default)s")
+    dda.add_argument("--batch-size", type=whole(1), default=4, metavar="N", help="images at a time; default: %(default)s")
     dda.add_argument("--skip-unreadable", action="store_true", help="leave out damaged images instead of stopping")
-    dda.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
+    add_device(dda)
     dda.set_defaults(run=_generate)
 
 
 def _generate(given: argparse.Namespace) -> None:
-    from rich.console import Console
-
+    from ..core.console import PlainConsole
     from ..errors import printable
     from ..methods.dda.folder import generate_folder
     from ..models.loading import pick_device
@@ -66,6 +70,6 @@ def _generate(given: argparse.Namespace) -> None:
         batch_size=given.batch_size,
         skip_unreadable=given.skip_unreadable,
         device=pick_device(given.device),
-        console=Console(),
+        console=PlainConsole(),
     )
     print(f"{printable(given.target)}: {report}")

@@ -15,10 +15,10 @@ def add(commands: Commands) -> None:
 
 
 def _list() -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    from ..core.console import PlainConsole
     from ..core.registry import create_method, find_method, list_methods
     from ..core.statistics import KINDS
 
@@ -37,7 +37,7 @@ def _list() -> None:
         passes = f"{forward} + {backward}" if backward else f"{forward}"
         about = (cls.info.adapts, ", ".join(needs) or "nothing", alone, passes, cls.info.remembers, cls.info.paper)
         table.add_row(*map(Text, (name, *about)))
-    console = Console()
+    console = PlainConsole()
     console.print(table)
     console.print(
         "\nBeyond the batch: what needs source statistics or trained prompts is not source-free. One image: whether a "

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from ._arguments import Commands, new_command, split
+from ._arguments import Commands, add_device, new_command
+from ._parser import MOST_PROCESSES, input_files, input_folder, output_folder, whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,39 +36,50 @@ def add(commands: Commands) -> None:
         epilog=EPILOG,
     )
     paper.add_argument("name", nargs="?", metavar="NAME", help="run this one; without, list them")
-    paper.add_argument("--root", metavar="DIR", help="the folder of the data set of the experiment")
+    paper.add_argument("--root", type=input_folder, metavar="DIR", help="the folder of the data set of the experiment")
     paper.add_argument("--scale", default="full", choices=["full", "small"], help="small: the bundled model and images")
     paper.add_argument("--dry-run", action="store_true", help="print the grid of runs, and run nothing")
-    paper.add_argument("--source-models", metavar="DIR", help="for Office-Home: what train-source wrote, one file a domain")
     paper.add_argument(
-        "--source-statistics", metavar="LIST", help="files of the experiment's model, for methods that need them"
+        "--source-models",
+        type=input_folder,
+        metavar="DIR",
+        help="for Office-Home: what train-source wrote, one file a domain",
+    )
+    paper.add_argument(
+        "--source-statistics",
+        type=input_files,
+        metavar="LIST",
+        help="files of the experiment's model, for methods that need them",
     )
     paper.add_argument(
         "--denoiser", metavar="FILE", help="of DDA: 256x256_diffusion_uncond.pt, or a folder that `acclimate dda` wrote"
     )
-    paper.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time; default: %(default)s")
+    paper.add_argument(
+        "--jobs", type=whole(1, MOST_PROCESSES), default=1, metavar="N", help="runs at a time; default: %(default)s"
+    )
     paper.add_argument("--on", choices=["ray"], help="run on a Ray cluster")
-    paper.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
+    add_device(paper)
     paper.add_argument("--reference", action="store_true", help="every method as its authors' code; no guard")
-    paper.add_argument("--out", default="runs", metavar="DIR", help="where runs are kept; default: %(default)s")
+    paper.add_argument(
+        "--out", type=output_folder, default="runs", metavar="DIR", help="where runs are kept; default: %(default)s"
+    )
     paper.add_argument("--fresh", action="store_true", help="run again what was run before")
     paper.set_defaults(run=_paper)
 
 
 def _paper(given: argparse.Namespace) -> None:
-    from rich.console import Console
-
+    from ..core.console import PlainConsole
     from ..evaluation.formats import beside
     from ..evaluation.grid import Execution
     from ..papers.dct import experiments as paper
     from ..papers.dct.protocols import source_remarks
     from ..report.terminal import show
 
-    console = Console()
+    console = PlainConsole()
     if given.name is None and given.scale == "full":
         _list(console)
         return
-    statistics = split(given.source_statistics) or None
+    statistics = given.source_statistics
     for experiment in [paper.find(given.name)] if given.name else paper.experiments().values():
         if given.dry_run:
             _plan(console, experiment, given.scale)
@@ -83,7 +95,7 @@ def _paper(given: argparse.Namespace) -> None:
             execution=Execution(jobs=given.jobs, on=given.on, device=given.device),
             out=given.out,
             fresh=given.fresh,
-            console=console if console.is_terminal else Console(stderr=True),
+            console=console if console.is_terminal else PlainConsole(stderr=True),
         ):
             console.rule(f"{experiment.name}: {title}")
             show(results, console, remarks=source_remarks)
@@ -121,6 +133,8 @@ def _list(console: Console) -> None:
 
 def _plan(console: Console, experiment: Experiment, scale: str) -> None:
     """Print the runs of an experiment at a scale."""
+    from rich.text import Text
+
     from ..papers.dct.experiments import SEEDS, small_grid, small_images
 
     small = scale == "small"
@@ -138,7 +152,7 @@ def _plan(console: Console, experiment: Experiment, scale: str) -> None:
         "cost": f"{small_images(experiment):,} images for each method, without a GPU" if small else cost,
         "command": experiment.command(scale),
     }
-    console.print(f"[bold]{experiment.name}[/]: {experiment.shows}")
+    console.print(Text.assemble((experiment.name, "bold"), f": {experiment.shows}"))
     for name, text in lines.items():
         console.print(f"  {name:<10}{text}", highlight=False)
     if experiment.needing and not small:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ._arguments import Commands, new_command
+from ._parser import input_file
 
 POSITION = 130
 EPILOG = """\
@@ -25,7 +26,7 @@ def add(commands: Commands) -> None:
         description="Repeat recorded runs of reference implementations with reference=True, and compare.",
         epilog=EPILOG,
     )
-    replay.add_argument("files", nargs="+", metavar="FILE", help="recordings (.safetensors)")
+    replay.add_argument("files", nargs="+", type=input_file, metavar="FILE", help="recordings (.safetensors)")
     replay.set_defaults(run=_replay)
 
 

@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ._arguments import Commands, add_data, add_model, clean_source, names, new_command, open_given
+from ._arguments import Commands, add_data, add_device, add_model, clean_source, make_folder_of, new_command, open_given
+from ._parser import output_file, whole, words
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,33 +40,33 @@ def add(commands: Commands) -> None:
     what = statistics.add_argument_group("what")
     add_model(what)
     add_data(what)
-    what.add_argument("--domains", metavar="NAME", help="of office-home: the one that the model was trained on")
-    what.add_argument("--out", required=True, metavar="FILE", help="*.safetensors")
+    what.add_argument("--domains", type=words, metavar="NAME", help="of office-home: the one that the model was trained on")
+    what.add_argument("--out", required=True, type=output_file, metavar="FILE", help="*.safetensors")
 
     how = statistics.add_argument_group("how")
-    how.add_argument("--kinds", default="fisher,features,class_tokens", metavar="LIST", help="default: %(default)s")
-    how.add_argument("--images", type=int, default=2000, metavar="N", help="drawn at random; default: %(default)s")
+    how.add_argument(
+        "--kinds", type=words, default="fisher,features,class_tokens", metavar="LIST", help="default: %(default)s"
+    )
+    how.add_argument("--images", type=whole(1), default=2000, metavar="N", help="drawn at random; default: %(default)s")
     how.add_argument(
         "--batch-size",
-        type=int,
+        type=whole(1),
         default=64,
         metavar="N",
         help="that of the stream to come: the Fisher information depends on it; default: %(default)s",
     )
-    how.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
+    add_device(how)
     statistics.set_defaults(run=_compute)
 
 
 def _compute(given: argparse.Namespace) -> None:
     from ..core.statistics import source_statistics
-    from ..errors import require_whole
 
-    require_whole(1, images=given.images, batch_size=given.batch_size)
-    kinds = names("kinds", given.kinds)
+    make_folder_of(given.out)
     images, given.images = given.images, None  # open all images: the limit applies to the random choice below
     testbed = open_given(given, needed=())
     batches = _batches(testbed, images, given.batch_size)
-    made = source_statistics(testbed.model, batches, kinds=kinds, samples=images, batch_size=given.batch_size)
+    made = source_statistics(testbed.model, batches, kinds=given.kinds, samples=images, batch_size=given.batch_size)
     made.save(given.out)
     print(f"{given.out}: {made!r}")
 

@@ -6,7 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from ._arguments import Commands, integers, names, new_command
+from ._arguments import SEVERITY, Commands, new_command
+from ._parser import input_folder, list_of, output_file, seed, words
 
 if TYPE_CHECKING:
     from ..evaluation.published import PublishedTable
@@ -39,19 +40,25 @@ def add(commands: Commands) -> None:
     )
     add_runs(table)
     table.add_argument("--format", default="terminal", choices=FORMATS, help="default: %(default)s")
-    table.add_argument("--out", metavar="FILE", help="write to a file instead of the screen")
+    table.add_argument("--out", type=output_file, metavar="FILE", help="write to a file instead of the screen")
     table.set_defaults(run=_table)
 
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that choose finished runs, and how to show them."""
-    parser.add_argument("runs", nargs="+", metavar="DIR", help="folders of `acclimate bench --out`, or of single runs")
-    parser.add_argument("--methods", metavar="LIST", help="only these, in this order")
     parser.add_argument(
-        "--settings", "--setting", metavar="LIST", help="only these; where there are several, only a terminal shows them all"
+        "runs", nargs="+", type=input_folder, metavar="DIR", help="folders of `acclimate bench --out`, or of single runs"
     )
-    parser.add_argument("--severities", "--severity", metavar="LIST", help="only these")
-    parser.add_argument("--seeds", metavar="LIST", help="only these")
+    parser.add_argument("--methods", type=words, metavar="LIST", help="only these, in this order")
+    parser.add_argument(
+        "--settings",
+        "--setting",
+        type=words,
+        metavar="LIST",
+        help="only these; where there are several, only a terminal shows them all",
+    )
+    parser.add_argument("--severities", "--severity", type=list_of(SEVERITY), metavar="LIST", help="only these")
+    parser.add_argument("--seeds", type=list_of(seed), metavar="LIST", help="only these")
     parser.add_argument("--model", metavar="NAME", help="only this one, as it is called in the results")
     parser.add_argument(
         "--paper", metavar="TABLE", help="the paper's numbers beside ours; `acclimate paper` lists its tables"
@@ -67,10 +74,7 @@ def chosen_runs(given: argparse.Namespace) -> Results:
     from ..evaluation.store import Store
 
     outcomes = [outcome for folder in given.runs for outcome in Store(folder).outcomes()]
-    methods = given.methods and names("methods", given.methods)
-    settings = given.settings and names("settings", given.settings)
-    severities = given.severities and integers("severities", given.severities)
-    seeds = given.seeds and integers("seeds", given.seeds)
+    methods, settings, severities, seeds = given.methods, given.settings, given.severities, given.seeds
     chosen = Results(
         o
         for o in outcomes
@@ -110,8 +114,7 @@ def fitted_paper(given: argparse.Namespace, grid: Grid) -> PublishedTable | None
 def _table(given: argparse.Namespace) -> None:
     from pathlib import Path
 
-    from rich.console import Console
-
+    from ..core.console import PlainConsole
     from ..core.files import write_whole
     from ..evaluation.formats import beside, write_table
     from ..papers.dct.protocols import source_remarks
@@ -120,7 +123,7 @@ def _table(given: argparse.Namespace) -> None:
 
     chosen = chosen_runs(given)
     grids = chosen.grids(mix=given.mix)
-    console = Console()
+    console = PlainConsole()
     on_screen = given.format == "terminal" and not given.out
     grid = next(iter(grids.values())) if on_screen else only_grid(grids)
     papers = [fitted_paper(given, each) for each in grids.values()]

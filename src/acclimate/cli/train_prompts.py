@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import argparse
 
-from ._arguments import Commands, add_data, add_model, clean_source, new_command, open_given
+from ._arguments import (
+    Commands,
+    add_data,
+    add_device,
+    add_model,
+    add_workers,
+    clean_source,
+    make_folder_of,
+    new_command,
+    open_given,
+)
+from ._parser import number, output_file, seed, whole, words
 
 RECIPE = ("epochs", "batch_size", "lr")
 SIZES = ("stages", "prompts", "hidden", "bottleneck", "outputs")
@@ -41,34 +52,37 @@ def add(commands: Commands) -> None:
     what = train.add_argument_group("what")
     add_model(what)
     add_data(what)
-    what.add_argument("--domains", metavar="NAME", help="of office-home: the one that the model was trained on")
+    what.add_argument("--domains", type=words, metavar="NAME", help="of office-home: the one that the model was trained on")
     what.add_argument(
-        "--out", required=True, metavar="FILE", help="*.safetensors; until finished, *.unfinished is beside it"
+        "--out",
+        required=True,
+        type=output_file,
+        metavar="FILE",
+        help="*.safetensors; until finished, *.unfinished is beside it",
     )
     what.add_argument("--fresh", action="store_true", help="train again what is finished or begun")
 
     how = train.add_argument_group("how")
-    how.add_argument("--epochs", type=int, metavar="N", help="default: 5")
-    how.add_argument("--batch-size", type=int, metavar="N", help="default: 128")
-    how.add_argument("--lr", type=float, metavar="X", help="highest learning rate; default: 0.005")
-    how.add_argument("--stages", type=int, metavar="N", help="groups of the model's blocks; default: 4")
-    how.add_argument("--prompts", type=int, metavar="N", help="prompts of each stage; default: 50")
-    how.add_argument("--hidden", type=int, metavar="N", help="width of the hidden layer of a DINO head; default: 2048")
-    how.add_argument("--bottleneck", type=int, metavar="N", help="width of its second layer; default: 256")
-    how.add_argument("--outputs", type=int, metavar="N", help="outputs of a DINO head; default: 2048")
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    how.add_argument("--epochs", type=whole(1), metavar="N", help="default: 5")
+    how.add_argument("--batch-size", type=whole(1), metavar="N", help="default: 128")
+    how.add_argument("--lr", type=number(0), metavar="X", help="highest learning rate; default: 0.005")
+    how.add_argument("--stages", type=whole(1), metavar="N", help="groups of the model's blocks; default: 4")
+    how.add_argument("--prompts", type=whole(1), metavar="N", help="prompts of each stage; default: 50")
+    how.add_argument("--hidden", type=whole(1), metavar="N", help="width of the hidden layer of a DINO head; default: 2048")
+    how.add_argument("--bottleneck", type=whole(1), metavar="N", help="width of its second layer; default: 256")
+    how.add_argument("--outputs", type=whole(1), metavar="N", help="outputs of a DINO head; default: 2048")
+    how.add_argument("--seed", type=seed, default=0, metavar="N", help="default: %(default)s")
 
     where = train.add_argument_group("where")
-    where.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
-    where.add_argument("--workers", type=int, metavar="N", help="processes that load images ahead; default: up to 4")
+    add_device(where)
+    add_workers(where)
     train.set_defaults(run=_train)
 
 
 def _train(given: argparse.Namespace) -> None:
     import os
 
-    from rich.console import Console
-
+    from ..core.console import PlainConsole
     from ..errors import ConfigError
     from ..methods.dept.network import Sizes
     from ..methods.dept.training import PromptRecipe, train_prompts
@@ -77,6 +91,7 @@ def _train(given: argparse.Namespace) -> None:
     def chosen(names: tuple[str, ...]) -> dict[str, int]:
         return {name: value for name in names if (value := getattr(given, name)) is not None}
 
+    make_folder_of(given.out)
     recipe, sizes = PromptRecipe(**chosen(RECIPE)), Sizes(**chosen(SIZES))
     testbed = open_given(given, needed=())
     data, domain = testbed.data, clean_source(testbed)
@@ -84,7 +99,7 @@ def _train(given: argparse.Namespace) -> None:
         raise ConfigError(
             f"{given.data} has {len(data.classes)} of the model's classes: prompts are trained on all of them."
         )
-    console = Console()
+    console = PlainConsole()
     made = train_prompts(
         testbed.model,
         domain,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from ._arguments import Commands, new_command
+from ._arguments import Commands, add_device, add_workers, make_folder_of, new_command
+from ._parser import input_file, input_folder, number, output_file, seed, whole
 
 POSITION = 70
 MODEL = "vit_base_patch16_224.augreg_in21k_ft_in1k"
@@ -37,43 +38,51 @@ def add(commands: Commands) -> None:
     )
     what = train.add_argument_group("what")
     what.add_argument("--data", required=True, choices=["office-home", "folder"], help="folder: one for each class")
-    what.add_argument("--root", required=True, metavar="DIR", help="where it is")
+    what.add_argument("--root", required=True, type=input_folder, metavar="DIR", help="where it is")
     what.add_argument("--domains", metavar="NAME", help="of office-home: Art, Clipart, Product or Real World")
     what.add_argument("--partial", action="store_true", help="take a data set that is not complete")
     what.add_argument("--model", default=MODEL, metavar="NAME", help="timm's name with its tag; default: %(default)s")
-    what.add_argument("--weights", metavar="FILE", help="start from local weights (.safetensors, .pth), not from a download")
+    what.add_argument(
+        "--weights",
+        type=input_file,
+        metavar="FILE",
+        help="start from local weights (.safetensors, .pth), not from a download",
+    )
     what.add_argument("--no-pretrained", action="store_true", help="start from random weights")
     what.add_argument(
-        "--out", required=True, metavar="FILE", help="*.safetensors; until finished, *.unfinished is beside it"
+        "--out",
+        required=True,
+        type=output_file,
+        metavar="FILE",
+        help="*.safetensors; until finished, *.unfinished is beside it",
     )
     what.add_argument("--fresh", action="store_true", help="train again what is finished or begun")
 
     how = train.add_argument_group("how")
     how.add_argument(
         "--epochs",
-        type=int,
+        type=whole(1),
         metavar="N",
         help="default: 20, some 700 to 1300 steps for a domain of office-home; take more for fewer images",
     )
-    how.add_argument("--batch-size", type=int, metavar="N", help="default: 64")
-    how.add_argument("--head-lr", type=float, metavar="X", help="highest learning rate of the new head; default: 0.01")
+    how.add_argument("--batch-size", type=whole(1), metavar="N", help="default: 64")
+    how.add_argument("--head-lr", type=number(0), metavar="X", help="highest learning rate of the new head; default: 0.01")
     how.add_argument(
-        "--backbone-lr", type=float, metavar="X", help="highest learning rate of all other weights; default: 0.001"
+        "--backbone-lr", type=number(0), metavar="X", help="highest learning rate of all other weights; default: 0.001"
     )
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
+    how.add_argument("--seed", type=seed, default=0, metavar="N", help="default: %(default)s")
     how.add_argument("--autocast", action="store_true", help="compute in bfloat16: faster on a GPU, other weights")
 
     where = train.add_argument_group("where")
-    where.add_argument("--device", metavar="NAME", help="default: a GPU if there is one")
-    where.add_argument("--workers", type=int, metavar="N", help="processes that load images ahead; default: up to 4")
+    add_device(where)
+    add_workers(where)
     train.set_defaults(run=_train)
 
 
 def _train(given: argparse.Namespace) -> None:
     import os
 
-    from rich.console import Console
-
+    from ..core.console import PlainConsole
     from ..data.catalog import Selection, open_data
     from ..data.preprocess import Preprocess
     from ..errors import ConfigError
@@ -83,12 +92,13 @@ def _train(given: argparse.Namespace) -> None:
 
     if given.data == "office-home" and given.domains is None:
         raise ConfigError("office-home has four domains: name one with --domains.")
+    make_folder_of(given.out)
     numbers = {name: getattr(given, name) for name in ("epochs", "batch_size", "head_lr", "backbone_lr")}
     recipe = Recipe(**{name: value for name, value in numbers.items() if value is not None})
     prepare = Preprocess.for_model(create_timm(given.model, pretrained=False))
     chosen = Selection(domains=given.domains and [given.domains], partial=given.partial)
     data = open_data(given.data, given.root, prepare, chosen)
-    console = Console()
+    console = PlainConsole()
     done = train_source(
         data.domains[0],
         data.class_names,

@@ -129,7 +129,7 @@ def _run_file(path: Path, module_name: str) -> list[str]:
     module = sys.modules[module_name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever a user's file raises
+    except (Exception, SystemExit) as error:  # whatever a user's file raises
         del sys.modules[module_name]
         for new in set(_REGISTRY) - known:
             del _REGISTRY[new]

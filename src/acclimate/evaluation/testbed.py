@@ -108,8 +108,9 @@ def open_testbed(
         if mean is not None or std is not None:
             raise ConfigError("processor= says how images are normalised: leave out mean= and std=.")
         mean, std = processor_normalisation(processor)
+    where = pick_device(device)
     source = source_model(model, weights=weights) if isinstance(model, str) else _given(model)
-    net = source.load().to(pick_device(device))
+    net = source.load().to(where)
     if isinstance(data, str):
         opened = open_data(data, root, net, selection, mean=mean, std=std)
     else:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..core import statefile
 from ..core.statecheck import AllocationLimit, fitted, require_parts
-from ..errors import ConfigError, ModelError, StateError, suggest
+from ..errors import ConfigError, ModelError, StateError, first_line, suggest
 from .families import view
 from .normalisation import model_normalisation
 
@@ -30,9 +30,9 @@ def pick_device(name: str | None = None) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device)
+        torch.zeros(1, device=device).item()  # the device "meta" has tensors, but no numbers
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device={name!r} cannot be used: {str(error).splitlines()[0]}.") from None
+        raise ConfigError(f"device={name!r} cannot be used: {first_line(error)}.") from None
     return device
 
 
@@ -138,7 +138,7 @@ def create_timm(
             tags = ", ".join(timm.list_pretrained(f"{bare}.*"))
             raise ConfigError(f"timm has no weights {name!r} (there are: {tags}).") from None
         raise ModelError(
-            f"The weights of {name} cannot be fetched ({type(error).__name__}: {error}). Without a "
+            f"The weights of {name} cannot be fetched ({type(error).__name__}: {first_line(error)}). Without a "
             "network give a local file: weights=FILE, on the command line --weights FILE."
         ) from error
     if weights is not None:
@@ -153,7 +153,7 @@ def _fill(model: nn.Module, file: Path, *, new_head: bool) -> None:
     try:
         found = load_state_dict(str(file), use_ema=False, weights_only=True)
     except Exception as error:
-        raise ModelError(f"{file} cannot be read as weights ({type(error).__name__}: {error}).") from error
+        raise ModelError(f"{file} cannot be read as weights ({type(error).__name__}: {first_line(error)}).") from error
     mine = model.state_dict()
     head = {key for key in mine if key.startswith("head.")} if new_head else set()
     other = {key for key in head if key not in found or found[key].shape != mine[key].shape}

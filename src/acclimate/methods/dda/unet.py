@@ -25,7 +25,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from ...core.files import require_regular, write_whole
-from ...errors import ConfigError, StateError, require_whole
+from ...errors import ConfigError, StateError, first_line, require_whole
 
 ARCHITECTURE = "architecture"  # the key in the header of a safetensors file
 
@@ -242,7 +242,7 @@ def _pickled(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     except FileNotFoundError:
         raise StateError(f"There is no file {path}.") from None
     except Exception as error:  # torch raises errors of many types for a damaged file
-        raise StateError(f"{path} cannot be read as a state dict ({error}).") from error
+        raise StateError(f"{path} cannot be read as a state dict ({first_line(error)}).") from error
     if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
         raise StateError(f"{path} is not a state dict: names of parameters, and tensors.")
     return dict(weights)
