@@ -4,16 +4,35 @@ from __future__ import annotations
 
 import copy
 import threading
+import warnings
 
 import pytest
 import torch
+import torchvision.tv_tensors
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import acclimate
 from acclimate.core.engine import entropy
+from acclimate.core.registry import find_method
 from acclimate.errors import ConfigError, InputError, ModelError, NonFiniteError, StateError
-from acclimate.testing.check import assert_identical, tiny_batches, tiny_vit
+from acclimate.testing.check import Case, assert_identical, tiny_batches, tiny_vit
 from support import SINGLE, assert_exact, double_batches, double_vit
+
+
+def subclassed():
+    """Return a tensor with rules of its own, which has the shape and type of images and no values."""
+    with FakeTensorMode():
+        return torch.zeros(2, 3, 32, 32)
+
+
+def nested():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nested tensors are a prototype
+        return torch.nested.nested_tensor([torch.zeros(3, 32, 32), torch.zeros(3, 16, 16)])
+
+
+IMAGES = torch.zeros(2, 3, 32, 32)
 
 
 @pytest.mark.parametrize(
@@ -26,8 +45,32 @@ from support import SINGLE, assert_exact, double_batches, double_vit
         (torch.zeros(2, 3, 32, 32, dtype=torch.uint8), "integer type torch.uint8"),
         (torch.full((2, 3, 32, 32), torch.nan), "NaN or Inf in image 0, 1"),
         ([[1.0]], "must be a torch.Tensor, not list"),
+        (IMAGES.bool(), "integer type torch.bool"),
+        (IMAGES.cfloat(), r"complex type torch.complex64.*images.abs\(\)"),
+        (torch.quantize_per_tensor(IMAGES, 1.0, 0, torch.quint8), r"quantised type torch.quint8.*images.dequantize\(\)"),
+        (IMAGES.to_sparse(), r"layout torch.sparse_coo: pass images.to_dense\(\)"),
+        (IMAGES.to_mkldnn(), r"layout torch._mkldnn: pass images.to_dense\(\)"),
+        (IMAGES.to("meta"), "meta device"),
+        (nested(), "nested tensor.*torch.stack"),
+        (subclassed(), "a FakeTensor, a tensor with rules of its own: pass an ordinary torch.Tensor"),
     ],
-    ids=["empty", "rank", "channels", "size", "integer", "nan", "list"],
+    ids=[
+        "empty",
+        "rank",
+        "channels",
+        "size",
+        "integer",
+        "nan",
+        "list",
+        "bool",
+        "complex",
+        "quantised",
+        "sparse",
+        "mkldnn",
+        "meta",
+        "nested",
+        "fake",
+    ],
 )
 def test_bad_images_are_refused_and_nothing_changes(images, message, batches):
     model = acclimate.adapt(tiny_vit(), "dct")
@@ -39,6 +82,47 @@ def test_bad_images_are_refused_and_nothing_changes(images, message, batches):
         model(images)
     assert_identical(model.state.capture(), before, "after bad images")
     assert model.record is record
+
+
+def test_images_of_harmless_kinds_are_taken(batches):
+    """What a user's pipeline may give: another type or memory format, a gradient, a subclass that only carries a name."""
+
+    class Named(torch.Tensor):
+        pass
+
+    class Refusing(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    model = acclimate.adapt(tiny_vit(), "tent")
+    with model.frozen():
+        expected = model(batches[0])
+        for images in (
+            batches[0].double(),
+            batches[0].to(memory_format=torch.channels_last),
+            batches[0].clone().requires_grad_(),
+            nn.Parameter(batches[0].clone()),
+            batches[0].as_subclass(Named),
+            batches[0].as_subclass(Refusing),
+            torchvision.tv_tensors.Image(batches[0]),
+        ):
+            logits = model(images)
+            assert type(logits) is torch.Tensor and not logits.requires_grad
+            torch.testing.assert_close(logits, expected)
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="new in torch 2.8")
+def test_packed_images_are_refused():
+    with pytest.raises(InputError, match=r"packed type torch.float4"):
+        acclimate.adapt(tiny_vit(), "tent")(IMAGES.byte().view(torch.float4_e2m1fn_x2))
+
+
+def test_pairs_of_images_are_checked_alike():
+    pairs = Case(find_method("dda"), options={"generated": "nowhere"}).wrap()
+    for images, message in ((nested(), "nested"), (torch.zeros(2, 2, 3, 32, 32).to_sparse(), "layout")):
+        with pytest.raises(InputError, match=message):
+            pairs(images)
 
 
 def test_a_wrapped_model_is_not_wrapped_again():

@@ -99,7 +99,7 @@ def assert_untouched(adapter: Adapter, before: Any, source: dict[str, torch.Tens
     assert_identical(source_of(adapter), source, f"{where}, source values")
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and not torch.is_autocast_enabled("cpu")
     assert all(p.grad is None for p in adapter.parameters())
-    assert not any(module._forward_hooks for module in adapter.modules())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in adapter.modules())
 
 
 @pytest.mark.parametrize("name", acclimate.list_methods())
@@ -194,7 +194,7 @@ def test_an_interrupted_unwrap_is_completed_by_a_second_one():
             adapter.unwrap()
         model = adapter.model if adapter._stage == "unwrapped" else adapter.unwrap()
         assert_identical(dict(model.state_dict()), weights, "the unwrapped model")
-        assert not any(module._forward_hooks for module in model.modules())
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_a_signal_interrupts_a_step():

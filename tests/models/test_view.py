@@ -180,10 +180,6 @@ def test_weights_from_a_local_file(tmp_path):
         (lambda: timm.create_model("deit_tiny_distilled_patch16_224"), "distillation token"),
         (lambda: timm.create_model("vit_tiny_patch16_224", num_classes=0), "head"),
         (lambda: VisionTransformer(img_size=32, patch_size=8, depth=0), "no transformer blocks"),
-        (
-            lambda: VisionTransformer(img_size=32, patch_size=8, depth=1, embed_dim=32, num_heads=2, attn_layer="diff"),
-            "unknown",
-        ),
         (lambda: "vit", "not str"),
     ],
 )

@@ -39,7 +39,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> Iterator[tuple[int, Tens
         images: A batch as the model takes it; `in_parts` cuts many images into such batches.
     """
     vit = vit_of(model)
-    seen: dict[int, tuple[Tensor, Tensor]] = {}
+    seen: dict[int, tuple[Tensor, Tensor, float | Tensor]] = {}
     here = threading.get_ident()
 
     def noting(i: int, opened: OpenAttention) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -50,7 +50,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> Iterator[tuple[int, Tens
 
         return note
 
-    hooks = [block.attention.register_forward_pre_hook(noting(i, _opened(vit, i))) for i, block in enumerate(vit.blocks)]
+    hooks = [block.attention.register_forward_pre_hook(noting(i, block.opened())) for i, block in enumerate(vit.blocks)]
     try:
         with torch.no_grad(), passing(model) as run:
             run(images)
@@ -76,23 +76,17 @@ def passing(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
         yield lambda images: vit.logits(vit.check(images))
 
 
-def _opened(vit: ViT, i: int) -> OpenAttention:
-    """Return a block's attention as it is, if it is open, or seen through one that is; the model keeps its own."""
-    block = vit.blocks[i]
-    attention = block.attention
-    return attention if isinstance(attention, OpenAttention) else block.open_attention(attention, block.heads)
-
-
-def _queries_and_keys(attention: OpenAttention, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def _queries_and_keys(attention: OpenAttention, tokens: Tensor) -> tuple[Tensor, Tensor, float | Tensor]:
     q, k, _ = attention.project(tokens)
     if attention.extra is not None:
         k = torch.cat([k, attention.extra(tokens[:, 0])[0].to(k.dtype)], dim=2)
     precise = torch.promote_types(q.dtype, torch.float32)
-    return q.to(precise), k.to(precise)
+    scale = q.shape[-1] ** -0.5 if attention.scale is None else attention.scale
+    return q.to(precise), k.to(precise), scale
 
 
-def _weights(q: Tensor, k: Tensor) -> Tensor:
-    return (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).softmax(-1)
+def _weights(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:
+    return (q @ k.transpose(-2, -1) * scale).softmax(-1)
 
 
 def in_parts(model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:

@@ -23,8 +23,9 @@ from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from .. import __version__
 from ..errors import ConfigError, InputError, ModelError, NonFiniteError, StateError
 from ..models.fingerprint import fingerprint, require_same
+from ..models.images import ordinary
 from ..models.normalisation import model_normalisation, unknown_normalisation
-from ..models.view import require_supported
+from ..models.view import layer_without_gradient, require_gradient, require_supported
 from . import statefile
 from .digests import digest_bytes
 from .engine import Engine, entropy, require_finite
@@ -118,6 +119,11 @@ class Adapter(nn.Module):
     The model is changed in place, as little as the method needs, and `unwrap` undoes the changes bit for bit. The model
     always runs in evaluation mode, whatever `train()` and `eval()` set. To predict without adapting, use `frozen`.
 
+    What you have changed in the model acts as before: layers of your own or of peft, hooks, parametrisations, a `forward` of
+    an instance. A hook may be registered later, too, but not on a compiled model (`compile=`). A hook meets a batch in parts
+    (`micro_batch=`), some samples twice, and is called in the thread of the caller if it was there when the model was
+    wrapped.
+
     With a process group, each rank passes its share of every batch, and all ranks hold the same state. Call `reset`,
     `rollback` and `load` on every rank. `save` and calls inside `frozen` exchange nothing, so that a single rank may call
     them. A copy made by `copy.deepcopy` on every rank belongs to the same group. An adapter with a group cannot be pickled.
@@ -165,6 +171,8 @@ class Adapter(nn.Module):
     ) -> Engine:
         """Attach the method to the model, and return the engine that runs the model."""
         model, vit = self._wrapped.model, self._wrapped.vit
+        if method.info.passes[1]:
+            require_gradient(layer_without_gradient(model))
         known = model_normalisation(vit, options.mean, options.std)
         if method.info.augments and known is None:
             raise unknown_normalisation(type(model).__name__)
@@ -277,6 +285,8 @@ class Adapter(nn.Module):
     def _checked(self, images: Tensor) -> Tensor:
         """Return the images as the model takes them, or raise an error that explains why they cannot be used."""
         views = self.method.info.views
+        if isinstance(images, Tensor):
+            images = ordinary(images)
         if views == 1:
             return self._checked_view(images)
         if not isinstance(images, Tensor) or images.ndim != 5 or images.shape[1] != views:
@@ -577,7 +587,7 @@ class Adapter(nn.Module):
         """Apply `fn` to the whole state, for to(), cuda(), half() and double(). The fingerprint follows the new type."""
         with self._alone():
             vit = self.engine.vit
-            example = fn(vit.head.weight.detach()[:0])
+            example = fn(torch.empty(0, dtype=vit.dtype, device=vit.device))
             require_supported(self.model, not example.is_meta, "on the device meta its weights would be lost")
             self._require_type(example.dtype, self.method, self._options["precision"])
             if example.dtype is not vit.dtype:

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, NonFiniteError
+from ..errors import ConfigError, ModelError, NonFiniteError
 from ..models.normalisation import Normalisation, unknown_normalisation
 from ..models.surgery import remove_captures
-from ..models.view import ViT, samples_interact
+from ..models.view import ViT, layer_without_gradient, require_gradient, samples_interact
 from .microbatches import MicroBatches, Rows
 from .parameters import AdaptedParameters
 from .ranks import SingleProcess
@@ -139,11 +139,14 @@ class Engine:
         self.samples_interact = samples_interact(vit.model)
         if self.ranks.shared and self.samples_interact:
             raise ConfigError(
-                "group: in this model the samples of a batch interact (BatchNorm on batch statistics), so that ranks cannot "
-                "share a batch. Adapt it in one process."
+                "group: in this model the samples of a batch interact (BatchNorm on batch statistics, quantised layers), so "
+                "that ranks cannot share a batch. Adapt it in one process."
             )
         self.micro_batches = MicroBatches(
-            micro_batch, work=vit.tokens * vit.width, whole=self.samples_interact, threads=not compile
+            micro_batch,
+            work=vit.tokens * vit.width,
+            whole=self.samples_interact,
+            threads=not compile and vit.is_library_code(),  # a user's code may not be ready for several threads
         )
         self.adapted = AdaptedParameters(parameters)
         self.classes = None if classes is None else _columns(classes, vit.classes)
@@ -152,6 +155,7 @@ class Engine:
         self.loss_scale = torch.tensor(2.0**14 if precision == "float16" else 1.0)
         self.batch_size = torch.tensor(0)  # that the learning rates are for; 0 before the first batch
         self.passes = PassCount()  # counted since the model was wrapped
+        self._without_gradient = layer_without_gradient(vit.model)
         self._compile = compile
         self._logits = self._compiled()
 
@@ -202,7 +206,10 @@ class Engine:
         return self._target(logits), _full(more)
 
     def classify(self, features: Tensor) -> Tensor:
-        """Return the logits of the target's classes for features of any floating-point type."""
+        """Return the logits of the target's classes for features of any floating-point type.
+
+        A method that uses this calls `vit.require_logits_of_head()` in `attach`.
+        """
         with self.autocast():
             return self._target(self.vit.head(features.to(self.vit.dtype)))
 
@@ -286,6 +293,7 @@ class Engine:
         Raises:
             NonFiniteError: If the gradient or a logit is not finite. Only the loss scale of float16 has then changed.
         """
+        require_gradient(self._without_gradient)
         batch = (images, *extras)
         if candidates is not None and self.samples_interact:
             objective = _restricted(objective, candidates)
@@ -337,6 +345,11 @@ class Engine:
         return result, losses[kept].sum()
 
     def _accumulate(self, total: list[Tensor] | None, loss: Tensor) -> list[Tensor]:
+        if not loss.requires_grad:
+            raise ModelError(
+                "The loss has no gradient: a layer of the model passes none (does it run under torch.no_grad?), or the "
+                "logits do not depend on what adapts. Choose a method that needs no gradient (source, t3a, lame)."
+            )
         scaled = loss * self.loss_scale.to(loss.device)
         new = torch.autograd.grad(scaled, self.adapted.tensors, materialize_grads=True)
         if total is None:

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModelError, StateError
 from ..models.families import view
+from ..models.view import require_supported
 
 _WRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # adapters, and the models that they wrap
 
@@ -39,6 +40,10 @@ class WrappedModel:
         require_unwrapped(model, "call unwrap() on its adapter first.")
         self.model = model
         self.vit = view(model)
+        real = not any(p.is_meta for p in model.parameters())
+        require_supported(
+            model, real, "its weights are on the meta device. Load them first (model.to_empty, load_state_dict)"
+        )
         self.weights = model.state_dict(keep_vars=True)
         self._training = {module: module.training for module in model.modules()}
         self._required_grad = {p: p.requires_grad for p in model.parameters()}

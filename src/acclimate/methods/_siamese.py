@@ -33,6 +33,7 @@ class Siamese(Method):
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt all norms and the predictor."""
+        vit.require_logits_of_head()
         self._norms = parameters_of(vit.norms)
         self.predictor = nn.Parameter(torch.eye(vit.head.in_features, dtype=vit.dtype, device=vit.device))
         return [*self._norms, self.predictor]

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from ..core.engine import Engine
 from ..errors import ConfigError
@@ -87,7 +88,8 @@ def weights_and_biases(vit: ViT) -> list[nn.Parameter]:
         p: None
         for module in vit.model.modules()
         for name, p in module.named_parameters(recurse=False)
-        if name.endswith(("weight", "bias"))  # the attention of torchvision has an in_proj_weight
+        # the attention of torchvision has an in_proj_weight; a parametrised weight is computed from others
+        if (name.endswith(("weight", "bias")) or isinstance(module, ParametrizationList)) and p.is_floating_point()
     }
     require_supported(vit.model, bool(found), "it has no layer with weights or biases")
     return list(found)

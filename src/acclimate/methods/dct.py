@@ -174,7 +174,7 @@ class DCT(SAR):
             ).to(vit.device, vit.dtype)
             self.generators[str(i)] = conditioner
             if set(self.conditioners) & set("kv"):
-                vit.blocks[i].open().extra = conditioner.key_value
+                vit.blocks[i].open().condition(conditioner.key_value)
             if i in adapted:
                 self._generators += conditioner.acting()
         return [*super().attach(vit, setup), *self._generators]

@@ -85,6 +85,7 @@ class FOA(Method):
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         """Insert the prompts, and create the search distribution."""
+        vit.require_logits_of_head()
         found = setup.statistics_of("class_tokens")
         self.source = constants((found["mean"], found["std"]), vit)
         self.best = new_prompts(vit, self.prompts, setup.rng)

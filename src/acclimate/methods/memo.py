@@ -76,7 +76,7 @@ class MEMO(Method):
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt all parameters."""
-        self._adapted = list(vit.model.parameters())
+        self._adapted = [p for p in vit.model.parameters() if p.is_floating_point()]
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:

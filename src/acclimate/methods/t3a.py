@@ -51,6 +51,8 @@ class T3A(Method):
 
     def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
         """Create an empty bank, and adapt no parameter."""
+        vit.require_logits_of_head()
+        vit.head_weight()  # raises an error if there is none
         shape = (vit.classes, self.supports_per_class)
         like = torch.zeros(0, dtype=vit.precise, device=vit.device)
         self.register_buffer("supports", like.new_zeros(*shape, vit.head.in_features))
@@ -79,7 +81,7 @@ class T3A(Method):
         count = engine.num_classes
         bank = Bank(self.supports[:count].clone(), self.entropies[:count].clone())
         if bank.entropies.isinf().all():
-            rows = engine.vit.head.weight.to(bank.supports)
+            rows = engine.vit.head_weight().to(bank.supports)
             rows = rows if engine.classes is None else rows[engine.classes]
             logits = engine.classify(rows)
             labels = logits.argmax(-1) if self.reference else torch.arange(count, device=rows.device)

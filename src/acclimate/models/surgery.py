@@ -1,6 +1,7 @@
 """Modules that are inserted into a model while it adapts: opened attention, a short last block, and prompt tokens.
 
-Each module replaces one module of the model, keeps it as `inner`, and does not change its parameters.
+Each module replaces one module of the model, keeps it as `inner`, and does not change its parameters. What a user has
+changed in the model acts as before: submodules are called, and a short cut is taken only where modules are plain (`plain`).
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..errors import ModelError
+from .plain import ours
+
 if TYPE_CHECKING:
-    from .view import Block
+    from .view import ViT
 
 
 class OpenAttention(nn.Module):
     """The self-attention of a block, with access to what is between its projections and its output.
 
-    `extra` maps the class token, (batch, width), to further keys and values, each (batch, heads, count, head width). The
-    tokens attend to these, but they have no output of their own. With `class_only`, only the output of the class token is
-    computed.
+    Until `condition` is called, the attention runs as it is. The class token's output can also be computed alone.
     """
 
     def __init__(self, inner: nn.Module, heads: int) -> None:
@@ -31,15 +33,22 @@ class OpenAttention(nn.Module):
         self.inner = inner
         self.heads = heads
         self.extra: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
-        self.class_only = False
 
     def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, each (batch, heads, tokens, head width)."""
         raise NotImplementedError
 
-    def projections(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Return weight, (width, width), and bias of the projections to queries, keys and values."""
-        raise NotImplementedError
+    @property
+    def scale(self) -> float | Tensor | None:
+        """The factor of the products of queries and keys, or None for the usual one, head width ** -0.5."""
+        return None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attended values, (batch, heads, tokens, head width)."""
+        scale = self.scale
+        if isinstance(scale, Tensor):
+            q, scale = q * scale, 1.0
+        return F.scaled_dot_product_attention(q, k, v, scale=scale)
 
     def merge(self, heads: Tensor, tokens: Tensor) -> Any:
         """Return what the family's attention module returns, given the attended values.
@@ -48,16 +57,58 @@ class OpenAttention(nn.Module):
         """
         raise NotImplementedError
 
-    def forward(self, tokens: Tensor, *_: Any, **__: Any) -> Any:
-        """Return the output of self-attention, with the extra keys and values if there are any."""
-        if self.class_only:
+    def projections(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return weight, (width, width), and bias of the projections to queries, keys and values.
+
+        They are what acts only if these projections are plain linear layers.
+        """
+        raise NotImplementedError
+
+    def is_product(self) -> bool:
+        """Return whether scores are plain products of linear projections with the usual scale.
+
+        The modules inside are known to be plain.
+        """
+        return self.scale is None and all(_is_dense(weight) for weight, _ in self.projections())
+
+    def condition(self, extra: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        """Let the tokens attend to further keys and values, which have no output of their own.
+
+        The module runs other code then, but it is called as ever, so that its hooks act.
+
+        Args:
+            extra: A function from the class token, (batch, width), to keys and values, each (batch, heads, count, head
+                width).
+        """
+        self.extra = extra
+        self.inner.forward = self._conditioned
+
+    def close(self) -> None:
+        """Let the attention run as it is again."""
+        self.extra = None
+        if hasattr(vars(self.inner).get("forward"), "ours"):  # it may be a user's
+            del self.inner.forward
+
+    def forward(self, tokens: Tensor, *args: Any, class_only: bool = False, **kwargs: Any) -> Any:
+        """Return the output of self-attention, or with `class_only` that of the class token."""
+        if class_only:
             return self.merge(self._attend_from_class_token(tokens), tokens[:, :1])
+        return self.inner(tokens, *args, **kwargs)
+
+    @ours
+    def _conditioned(self, tokens: Tensor, *args: Any, is_causal: bool = False, **kwargs: Any) -> Any:
+        """Return the output of self-attention with the extra keys and values."""
+        assert self.extra is not None
+        if is_causal or any(isinstance(a, Tensor) and a is not tokens for a in (*args, *kwargs.values())):
+            raise ModelError(
+                f"{type(self.inner).__name__} was called with a mask, or with keys that are not its queries, which domain "
+                "conditioners do not support: choose another method, or leave this block out (blocks=)."
+            )
         q, k, v = self.project(tokens)
-        if self.extra is not None:
-            extra_k, extra_v = self.extra(tokens[:, 0])
-            k = torch.cat([k, extra_k.to(k.dtype)], dim=2)
-            v = torch.cat([v, extra_v.to(v.dtype)], dim=2)
-        return self.merge(F.scaled_dot_product_attention(q, k, v), tokens)
+        extra_k, extra_v = self.extra(tokens[:, 0])
+        k = torch.cat([k, extra_k.to(k.dtype)], dim=2)
+        v = torch.cat([v, extra_v.to(v.dtype)], dim=2)
+        return self.merge(self.attend(q, k, v), tokens)
 
     def _attend_from_class_token(self, tokens: Tensor) -> Tensor:
         """Return the attended values of the class token.
@@ -94,10 +145,18 @@ class FusedAttention(OpenAttention):
         """Return weight, (3 width, width), and bias of the fused projection."""
         raise NotImplementedError
 
+    def project_fused(self, tokens: Tensor) -> Tensor:
+        """Return the output of the fused projection, (batch, tokens, 3 width)."""
+        return F.linear(tokens, *self.fused())
+
     def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, each (batch, heads, tokens, head width)."""
-        q, k, v = F.linear(tokens, *self.fused()).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
+        q, k, v = self.project_fused(tokens).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4).unbind()
         return q, k, v
+
+    def is_product(self) -> bool:
+        """Return whether scores are plain products of linear projections with the usual scale."""
+        return self.scale is None and _is_dense(self.fused()[0])
 
     def projections(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return weight and bias of the projections to queries, keys and values."""
@@ -105,21 +164,37 @@ class FusedAttention(OpenAttention):
         return list(zip(weight.chunk(3), (None, None, None) if bias is None else bias.chunk(3)))
 
 
+def unusual_scale(scale: float | Tensor, head_width: int) -> float | Tensor | None:
+    """Return the factor of the products of queries and keys, or None if it is the usual one."""
+    return scale if isinstance(scale, Tensor) or scale != head_width**-0.5 else None
+
+
+def _is_dense(weight: object) -> bool:
+    """Return whether a weight is an ordinary tensor, and not one of a subclass, which may be quantised or distributed."""
+    return type(weight) in (Tensor, nn.Parameter)
+
+
 class ClassTokenBlock(nn.Module):
     """The last block, computed for the class token only.
 
-    The head reads no other token, so that the logits are the same at much lower cost.
+    The head reads no other token, so that the logits are the same at much lower cost. If the block, or what follows it, is
+    not plain (`ViT.ends_plainly`), the block runs as it is.
     """
 
-    def __init__(self, block: Block) -> None:
+    def __init__(self, vit: ViT) -> None:
         super().__init__()
-        self.inner = block.module
-        self.view = block
+        self.inner = vit.blocks[-1].module
+        self.vit = vit
+        self._plain_at_first = vit.ends_plainly()
 
-    def forward(self, tokens: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Return the class token after the block, (batch, 1, width)."""
-        block = self.view
-        attended = block.attention(block.norm1(tokens))
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the class token after the block, (batch, 1, width), or all tokens if the block has to run as it is."""
+        # a compiled pass keeps what it once found, as it keeps the hooks that it found
+        plain = self._plain_at_first if torch.compiler.is_compiling() else self.vit.ends_plainly()
+        if not plain or any(a is not None for a in (*args, *kwargs.values())):
+            return self.inner(tokens, *args, **kwargs)
+        block = self.vit.blocks[-1]
+        attended = block.attention(block.norm1(tokens), class_only=True)
         if isinstance(attended, tuple):  # Hugging Face and torchvision return (output, weights)
             attended = attended[0]
         x = tokens[:, :1] + block.scale1(attended)
@@ -146,6 +221,9 @@ class PromptedBlock(nn.Module):
         return torch.cat([out[:, :1], out[:, 1 + self.dropped :]], dim=1) if self.dropped else out
 
 
+SURGERY: frozenset[type] = frozenset({ClassTokenBlock, PromptedBlock})
+
+
 class Captured(NamedTuple):
     """The input and the output of a module."""
 
@@ -157,34 +235,37 @@ class Captured(NamedTuple):
 def capture(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Captured]]:
     """Let the block read the latest inputs and outputs of these modules, in a dictionary by module.
 
-    Only passes in this thread are stored, because other threads pass other samples through the same modules.
+    Inputs are taken before other hooks can change them, and outputs after that. Only passes in this thread are stored,
+    because other threads pass other samples through the same modules.
     """
-    look = _Capture()
+    seen: dict[nn.Module, Captured] = {}
+    entered: dict[nn.Module, Tensor] = {}
+    here = threading.get_ident()
+
+    @ours
+    def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if threading.get_ident() == here:
+            entered[module] = args[0]
+
+    @ours
+    def after(module: nn.Module, args: tuple[Tensor, ...], out: Any) -> None:
+        if threading.get_ident() == here:
+            seen[module] = Captured(entered.pop(module), out)
+
     handles = []
     try:
         for module in modules:
-            handles.append(module.register_forward_hook(look))
-        yield look.found
+            handles.append(module.register_forward_pre_hook(before, prepend=True))
+            handles.append(module.register_forward_hook(after))
+        yield seen
     finally:
         for handle in handles:
             handle.remove()
 
 
-class _Capture:
-    """A forward hook that stores the latest inputs and outputs of modules, of one thread only."""
-
-    def __init__(self) -> None:
-        self.found: dict[nn.Module, Captured] = {}
-        self._thread = threading.get_ident()
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], out: Any) -> None:
-        if threading.get_ident() == self._thread:
-            self.found[module] = Captured(args[0], out)
-
-
 def remove_captures(model: nn.Module) -> None:
     """Remove the hooks that an interrupted `capture` left on the modules of a model."""
     for module in model.modules():
-        for key, hook in list(module._forward_hooks.items()):
-            if isinstance(hook, _Capture):
-                del module._forward_hooks[key]
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if hasattr(hook, "ours")]:
+                del hooks[key]

@@ -6,14 +6,18 @@ that is specific to timm, transformers and torchvision is in `families/`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..errors import InputError, ModelError
+from .images import ordinary
+from .plain import TOKEN_WISE, all_modules_are_hooked, is_hooked, runs_code_of
 from .surgery import ClassTokenBlock, OpenAttention, PromptedBlock, capture
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
@@ -21,12 +25,16 @@ NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm
 
 @dataclass
 class Block:
-    """One transformer block: `x += scale1(attention(norm1(x)))`, then `x += scale2(mlp(norm2(x)))`."""
+    """One transformer block.
+
+    A plain one computes `x += scale1(attention(norm1(x)))`, then `x += scale2(mlp(norm2(x)))`.
+    """
 
     module: nn.Module
+    path: str  # the name of the module in the model
     attention_name: str
-    open_attention: Callable[[nn.Module, int], OpenAttention]
-    heads: int
+    open_attention: Callable[[nn.Module, int], OpenAttention] | None  # None if the attention runs code of its own
+    heads: int  # 0 if it is not known
     norm1: nn.Module
     norm2: nn.Module
     mlp: nn.Module
@@ -43,18 +51,34 @@ class Block:
         """The normalisation layers inside the block, including those of the attention."""
         return [module for module in self.module.modules() if isinstance(module, NORMS)]
 
+    def opened(self) -> OpenAttention:
+        """Return the attention as an `OpenAttention`, without a change of the model.
+
+        Raises:
+            ModelError: If the attention runs code of its own.
+        """
+        if isinstance(self.attention, OpenAttention):
+            return self.attention
+        if self.open_attention is None:
+            raise ModelError(
+                f"{self.path}.{self.attention_name}, a {type(self.attention).__name__}, runs code of its own, so that its "
+                "queries and keys cannot be seen or extended: merge what was added to it (with peft: merge_and_unload()), "
+                "leave this block out (blocks=), or choose a method that does not change the attention."
+            )
+        return self.open_attention(self.attention, self.heads)
+
     def open(self) -> OpenAttention:
         """Replace the attention by an `OpenAttention`, and return it. If it is already open, return it as it is."""
-        if not isinstance(self.attention, OpenAttention):
-            setattr(self.module, self.attention_name, self.open_attention(self.attention, self.heads))
-        attention = self.attention
-        assert isinstance(attention, OpenAttention)
+        attention = self.opened()
+        setattr(self.module, self.attention_name, attention)
         return attention
 
     def close(self) -> None:
         """Put the original attention module back."""
-        if isinstance(self.attention, OpenAttention):
-            setattr(self.module, self.attention_name, self.attention.inner)
+        attention = self.attention
+        if isinstance(attention, OpenAttention):
+            attention.close()
+            setattr(self.module, self.attention_name, attention.inner)
 
 
 @dataclass
@@ -64,12 +88,14 @@ class ViT:
     model: nn.Module
     family: str
     blocks: list[Block]
-    head: nn.Linear
+    head: nn.Linear  # or another layer with `in_features` and `out_features`
     width: int
     tokens: int  # for an image of the default size, including the class token
     channels: int
     image_size: tuple[int, int] | None  # None: any size that the model accepts
     class_token_suffices: bool  # whether the last block can be computed for this token only
+    plain: frozenset[type]  # the classes of a plain last block and of what is around it
+    after: tuple[str, ...]  # the names of the modules that get all tokens after the last block
     _blocks: nn.Module  # the module that contains the blocks
     prefix: int = 1  # number of tokens before the patches: the class token and registers
     _read: bool = False  # whether other tokens of the last block are read than the head reads
@@ -88,12 +114,18 @@ class ViT:
     @property
     def device(self) -> torch.device:
         """The device of the model."""
-        return self.head.weight.device
+        return self._weight.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The type of the weights."""
-        return self.head.weight.dtype
+        return self._weight.dtype
+
+    @property
+    def _weight(self) -> nn.Parameter:
+        """The first parameter of the head, or of the model if the head has none, as a quantised one."""
+        parameters = (p for module in (self.head, self.model) for p in module.parameters() if p.is_floating_point())
+        return next(parameters)
 
     @property
     def precise(self) -> torch.dtype:
@@ -115,26 +147,60 @@ class ViT:
         """Return the images on the model's device and in its type, or raise an `InputError` if they cannot be used."""
         if not isinstance(images, Tensor):
             raise InputError(f"Images must be a torch.Tensor, not {type(images).__name__}.")
+        images = ordinary(images)
         shape = tuple(images.shape)
         size = self.image_size or ("height", "width")
         expected = f"(batch, {self.channels}, {size[0]}, {size[1]})"
         if images.ndim != 4:
             hint = " Add the batch dimension with images[None]." if images.ndim == 3 else ""
             raise InputError(f"Expected images of shape {expected}, got {shape}.{hint}")
-        if not len(images):
+        if not images.numel():
             raise InputError(f"The batch is empty: shape {shape}. Pass at least one image.")
         if shape[1] != self.channels or (self.image_size is not None and shape[2:] != self.image_size):
             raise InputError(f"Expected images of shape {expected}, got {shape}. Resize, crop or convert them first.")
-        if not images.is_floating_point():
-            raise InputError(
-                f"Images have the integer type {images.dtype}: convert them to float and normalise as the model expects."
-            )
         images = images.detach().to(self.device, self.dtype, non_blocking=True)
         finite = images.isfinite().flatten(1).all(1)
         if not finite.all():
             bad = (~finite).nonzero().flatten().tolist()
             raise InputError(f"NaN or Inf in image {', '.join(map(str, bad[:8]))} of the batch: remove or repair it.")
         return images.clone() if images.is_inference() else images
+
+    @torch.no_grad()
+    def require_logits_of_head(self) -> None:
+        """Refuse a model that changes the logits after its head, for a method that calls the head itself."""
+        holders = [module for module in self.model.modules() if any(child is self.head for child in module.children())]
+        if all(runs_code_of(m, self.plain) and not is_hooked(m) for m in (self.model, *holders, self.head)):
+            return
+        height, width = self.image_size or (224, 224)
+        image = torch.rand(1, self.channels, height, width, generator=torch.Generator().manual_seed(0))
+        features, logits = self.features(image.to(self.device, self.dtype))
+        require_supported(
+            self.model,
+            _is_close(self.head(features), logits),
+            "it changes the logits after its head, and this method calls the head alone. Make the change inside of the "
+            "head, or choose another method",
+        )
+
+    @torch.no_grad()
+    def head_weight(self) -> Tensor:
+        """Return the weight that acts in the head, (classes, width of the head).
+
+        Raises:
+            ModelError: If the head is not a linear function of the features.
+        """
+        if runs_code_of(self.head, TOKEN_WISE) and not is_hooked(self.head):
+            return self.head.weight
+        unit = torch.eye(self.head.in_features, dtype=self.dtype, device=self.device)
+        bias = self.head(torch.zeros_like(unit[:1]))
+        weight = (self.head(unit) - bias).T
+        other = torch.rand(1, len(unit), generator=torch.Generator().manual_seed(0)).to(unit)
+        require_supported(
+            self.model,
+            _is_close(other @ weight.T + bias, self.head(other)),
+            f"its head, a {type(self.head).__name__}, is not a linear function of the features, so that it has no row for "
+            "each class. Put a torch.nn.Linear there, or choose another method",
+        )
+        return weight
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features that enter the head, (batch, width), and the logits."""
@@ -200,15 +266,42 @@ class ViT:
             self._own_head._apply(fn)
 
     def shorten(self) -> None:
-        """Compute the last block for the class token only, if the head reads no other token."""
-        if self.class_token_suffices and not self._read:
-            self.blocks[-1].open().class_only = True
-            short = ClassTokenBlock(self.blocks[-1])
+        """Compute the last block for the class token only, if the head reads no other token, as long as it is plain."""
+        if self.class_token_suffices and not self._read and self.blocks[-1].open_attention is not None:
+            self.blocks[-1].open()
+            short = ClassTokenBlock(self)
             last = self.layers[-1]
             if isinstance(last, PromptedBlock):
                 last.inner = short
             else:
                 self._put(-1, short)
+
+    def ends_plainly(self) -> bool:
+        """Return whether the last block and what follows it run the code of their library, and have no hooks.
+
+        Otherwise they may read or change other tokens than the class token.
+        """
+        block = self.blocks[-1]
+        inside = [*self.layers[-1].modules()]
+        after = [self.model.get_submodule(name) for name in self.after]
+        return (
+            not all_modules_are_hooked()
+            and runs_code_of(self.model, self.plain)
+            and all(runs_code_of(module, self.plain) and not is_hooked(module) for module in (*inside, *after))
+            and all(part in inside for part in (block.norm1, block.norm2, block.mlp))  # and not taken out since
+            and isinstance(block.attention, OpenAttention)
+            and block.attention.is_product()
+        )
+
+    def is_library_code(self) -> bool:
+        """Return whether the model runs code of torch and of its own library alone, without hooks."""
+        libraries = {kind.__module__.partition(".")[0] for kind in self.plain}
+        return all(
+            type(module).__module__.partition(".")[0] in libraries
+            and runs_code_of(module, frozenset({type(module)}))
+            and not is_hooked(module)
+            for module in self.model.modules()
+        )
 
     def restore(self) -> None:
         """Undo all surgery. The values of the parameters are not changed."""
@@ -226,16 +319,49 @@ class ViT:
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     """Return the parameters of the modules themselves, each once, and raise a `ModelError` if there are none."""
     modules = list(modules)
-    found = list(dict.fromkeys(p for module in modules for p in module.parameters(recurse=False)))
+    found = list(dict.fromkeys(p for module in modules for p in _own_parameters(module)))
     if not found:
         kinds = ", ".join(sorted({type(m).__name__ for m in modules})) or "none"
         raise ModelError(f"Nothing to adapt: no layer with parameters was selected (layers: {kinds}).")
     return found
 
 
+def _own_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a module itself, and those that its parametrisations compute its weights from."""
+    yield from module.parameters(recurse=False)
+    if is_parametrized(module):
+        parametrizations: Any = module.parametrizations
+        for originals in parametrizations.values():
+            yield from originals.parameters(recurse=False)
+
+
+def layer_without_gradient(model: nn.Module) -> str | None:
+    """Return the name of a layer that passes no gradient because torch has quantised it, or None if there is none."""
+    quantised = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
+    return next((name for name, module in model.named_modules() if type(module).__module__.startswith(quantised)), None)
+
+
+def require_gradient(without: str | None) -> None:
+    """Refuse a model with a layer that passes no gradient: the gradient would be wrong without any error."""
+    if without is not None:
+        raise ModelError(
+            f"{without} is a quantised layer, which passes no gradient: adapt the model before it is quantised, or choose a "
+            "method that needs no gradient (source, t3a, lame, foa)."
+        )
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two results are equal but for rounding in the type that they have."""
+    tolerance = torch.finfo(a.dtype).eps ** 0.5
+    return torch.allclose(a, b, rtol=tolerance, atol=tolerance * float(b.abs().max()))
+
+
 def samples_interact(model: nn.Module) -> bool:
-    """Return whether the output of a sample depends on its batch, as with BatchNorm on batch statistics."""
-    return any(
+    """Return whether the output of a sample depends on its batch.
+
+    That is so with BatchNorm on batch statistics, and with quantised layers, which choose a range for a whole batch.
+    """
+    return layer_without_gradient(model) is not None or any(
         isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None)
         for module in model.modules()
     )

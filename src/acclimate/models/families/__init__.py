@@ -58,10 +58,17 @@ def view(model: nn.Module) -> ViT:
     if not isinstance(model, nn.Module):
         raise ModelError(f"adapt() takes a torch.nn.Module, not {type(model).__name__}.")
     for family in families().values():
-        found = family.view(model)
+        try:
+            found = family.view(model)
+        except AttributeError as error:
+            raise ModelError(
+                f"{title(model)} cannot be adapted: one of its parts was replaced by one that lacks something ({error})."
+            ) from error
         if found is not None:
             require_supported(model, len(found.blocks) > 0, "it has no transformer blocks")
-            require_supported(model, isinstance(found.head, nn.Linear), "its head is not a linear layer (num_classes=0?)")
+            sizes = (getattr(found.head, name, None) for name in ("in_features", "out_features"))
+            linear = all(isinstance(size, int) for size in sizes)
+            require_supported(model, linear, "its head is not a linear layer (num_classes=0?)")
             require_supported(
                 model,
                 found.classes > 1,
@@ -69,6 +76,9 @@ def view(model: nn.Module) -> ViT:
             )
             require_supported(model, not any(p.is_inference() for p in model.parameters()), "it was built in inference mode")
             return found
+    for name, module in model.named_modules():
+        if name and any(family.view(module) is not None for family in families().values()):
+            raise ModelError(f"{title(model)} contains a {title(module)} as its {name}: pass that one to adapt().")
     raise ModelError(
         f"{title(model)} is not a vision transformer that acclimate understands: no class token and blocks with "
         "self-attention were found. Supported: timm VisionTransformer (ViT, DeiT), transformers "

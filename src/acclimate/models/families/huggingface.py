@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..surgery import OpenAttention
+from ..plain import TOKEN_WISE, runs_code_of
+from ..surgery import SURGERY, OpenAttention, unusual_scale
 from ..view import Block, ViT, require_supported
 from . import Family, Sizes
 
@@ -19,7 +20,8 @@ class HuggingFaceAttention(OpenAttention):
 
     def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, each (batch, heads, tokens, head width)."""
-        q, k, v = (self._split(F.linear(tokens, weight, bias)) for weight, bias in self.projections())
+        inner: Any = self.inner
+        q, k, v = (self._split(project(tokens)) for project in (inner.q_proj, inner.k_proj, inner.v_proj))
         return q, k, v
 
     def projections(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -27,10 +29,46 @@ class HuggingFaceAttention(OpenAttention):
         inner: Any = self.inner
         return [(p.weight, p.bias) for p in (inner.q_proj, inner.k_proj, inner.v_proj)]
 
+    @property
+    def scale(self) -> float | Tensor | None:
+        """The module's own scale, if it is not the usual one."""
+        inner: Any = self.inner
+        return unusual_scale(inner.scaling, inner.head_dim)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attended values, by a function that a user has registered if the model uses one."""
+        function = self._function()
+        if function.__module__.startswith("transformers."):
+            return super().attend(q, k, v)
+        inner: Any = self.inner
+        return function(inner, q, k, v, None, dropout=0.0, scaling=inner.scaling)[0].transpose(1, 2)
+
+    def is_product(self) -> bool:
+        """Return whether scores are plain products of linear projections with the usual scale."""
+        return self._function().__module__.startswith("transformers.") and super().is_product()
+
+    def _function(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        """Return the function of queries, keys and values that the model uses."""
+        inner: Any = self.inner
+        module: Any = sys.modules["transformers.models.vit.modeling_vit"]
+        chosen = inner.config._attn_implementation
+        return module.ALL_ATTENTION_FUNCTIONS.get_interface(chosen, module.eager_attention_forward)
+
     def merge(self, heads: Tensor, tokens: Tensor) -> tuple[Tensor, None]:
         """Return the output of the attention module, and None in place of the attention weights."""
         inner: Any = self.inner
         return inner.o_proj(heads.transpose(1, 2).flatten(2)), None
+
+
+@cache
+def plain() -> frozenset[type]:
+    """Return the classes of the models of transformers that treat every token on its own, except for the attention."""
+    from transformers import activations
+    from transformers.models.vit.modeling_vit import ViTAttention, ViTForImageClassification, ViTLayer, ViTMLP, ViTModel
+
+    own = {HuggingFaceAttention, ViTForImageClassification, ViTModel, ViTLayer, ViTAttention, ViTMLP}
+    found = {kind for kind in vars(activations).values() if isinstance(kind, type) and issubclass(kind, nn.Module)}
+    return SURGERY | TOKEN_WISE | own | found
 
 
 def view(model: Any) -> ViT | None:
@@ -46,17 +84,9 @@ def view(model: Any) -> ViT | None:
 
     def blocks() -> Iterator[Block]:
         for i, b in enumerate(layers):
-            kind = type(b.attention)
-            require_supported(model, kind is module.ViTAttention, f"the attention of layer {i}, {kind.__name__}, is unknown")
-            yield Block(
-                b,
-                "attention",
-                HuggingFaceAttention,
-                b.attention.num_attention_heads,
-                b.layernorm_before,
-                b.layernorm_after,
-                b.mlp,
-            )
+            opens = HuggingFaceAttention if runs_code_of(b.attention, frozenset({module.ViTAttention})) else None
+            heads = getattr(b.attention, "num_attention_heads", 0)
+            yield Block(b, f"vit.layers.{i}", "attention", opens, heads, b.layernorm_before, b.layernorm_after, b.mlp)
 
     return ViT(
         model=model,
@@ -68,6 +98,8 @@ def view(model: Any) -> ViT | None:
         channels=model.config.num_channels,
         image_size=tuple(model.vit.embeddings.image_size),
         class_token_suffices=True,
+        plain=plain(),
+        after=("vit.layernorm", "vit"),
         _blocks=layers,
     )
 

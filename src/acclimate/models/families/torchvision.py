@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..surgery import FusedAttention
-from ..view import Block, ViT, require_supported
+from ..plain import TOKEN_WISE, runs_code_of
+from ..surgery import SURGERY, FusedAttention
+from ..view import Block, ViT
 from . import Family, Sizes
 
 
@@ -24,7 +27,28 @@ class TorchvisionAttention(FusedAttention):
     def merge(self, heads: Tensor, tokens: Tensor) -> tuple[Tensor, None]:
         """Return the output of the attention module, and None in place of the attention weights."""
         inner: Any = self.inner
-        return inner.out_proj(heads.transpose(1, 2).flatten(2)), None
+        # as in torch, which reads the weights of the output projection and does not call it
+        return F.linear(heads.transpose(1, 2).flatten(2), inner.out_proj.weight, inner.out_proj.bias), None
+
+
+def is_usual(attention: Any) -> bool:
+    """Return whether an attention module is a `MultiheadAttention` as torchvision builds it."""
+    return (
+        runs_code_of(attention, frozenset({nn.MultiheadAttention}))
+        and attention.in_proj_weight is not None
+        and attention.bias_k is None
+        and not attention.add_zero_attn
+        and attention.batch_first
+    )
+
+
+@cache
+def plain() -> frozenset[type]:
+    """Return the classes of torchvision's models that treat every token on its own, except for the attention."""
+    from torchvision.models.vision_transformer import Encoder, EncoderBlock, MLPBlock, VisionTransformer
+
+    own = {TorchvisionAttention, VisionTransformer, Encoder, EncoderBlock, MLPBlock, nn.MultiheadAttention}
+    return SURGERY | TOKEN_WISE | own
 
 
 def view(model: Any) -> ViT | None:
@@ -36,22 +60,24 @@ def view(model: Any) -> ViT | None:
     def blocks() -> Iterator[Block]:
         for i, b in enumerate(model.encoder.layers):
             attention = b.self_attention
-            plain = type(attention) is nn.MultiheadAttention and attention.in_proj_weight is not None
-            require_supported(model, plain and attention.bias_k is None and not attention.add_zero_attn,
-                              f"the attention of layer {i} is not a plain MultiheadAttention")  # fmt: skip
-            yield Block(b, "self_attention", TorchvisionAttention, attention.num_heads, b.ln_1, b.ln_2, b.mlp)
+            opens = TorchvisionAttention if is_usual(attention) else None
+            heads = getattr(attention, "num_heads", 0)
+            yield Block(b, f"encoder.layers.{i}", "self_attention", opens, heads, b.ln_1, b.ln_2, b.mlp)
 
+    heads = model.heads  # layers, or what a user has put in their place
     conv = next((m for m in model.conv_proj.modules() if isinstance(m, nn.Conv2d)), None)
     return ViT(
         model=model,
         family="torchvision",
         blocks=list(blocks()),
-        head=model.heads[-1],
+        head=heads[-1] if hasattr(heads, "__getitem__") else heads,
         width=model.hidden_dim,
         tokens=model.seq_length,
         channels=conv.in_channels if conv is not None else 3,
         image_size=(model.image_size, model.image_size),
         class_token_suffices=True,
+        plain=plain(),
+        after=("encoder.ln", "encoder.layers", "encoder"),
         _blocks=model.encoder.layers,
     )
 

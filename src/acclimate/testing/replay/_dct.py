@@ -70,7 +70,7 @@ def _dct_attention(recording: Recording) -> Result:
     conditioner = Conditioner(width, heads, parts="qkv", generator=True, zero=False, rng=torch.Generator())
     _fill(conditioner, extra["domain_conditioner_generator.weight"], extra["domain_conditioner_generator.bias"])
     attention = TimmAttention(inner, heads)
-    attention.extra = conditioner.key_value
+    attention.condition(conditioner.key_value)
     outputs, weights, generated = [], [], []
     for t, tokens, expected in recording.batches():
         tokens.requires_grad_(True)
