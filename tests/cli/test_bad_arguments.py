@@ -51,8 +51,18 @@ def place(tmp_path_factory):
     for name, text in damaged(content).items():
         (root / "damaged" / name).mkdir(parents=True)
         (root / "damaged" / name / "result.json").write_text(text)
-    (root / "figures").mkdir()
-    (root / "figures" / "rollout.json").write_text('{"name": 3}')
+    words = {**dict.fromkeys(("name", "title", "caption"), "x"), "findings": [], "protocol": {}, "origin": {}}
+    contents = (words, None), (words, "nothing"), ({**words, "findings": 3}, "<svg></svg>"), ([], "<svg></svg>")
+    for name, (text, svg) in zip(FIGURES, contents):
+        (root / "figures" / name).mkdir(parents=True)
+        (root / "figures" / name / "x.json").write_text(json.dumps(text))
+        if svg is not None:
+            (root / "figures" / name / "x.svg").write_text(svg)
+    for name, text in (("number", "3"), ("list", "[1]"), ("half", '{"seed"'), ("deep", "[" * 100_000)):
+        (root / "trees" / name).mkdir(parents=True)
+        (root / "trees" / name / "corruptions.json").write_text(text)
+    (root / "ice").mkdir()
+    (root / "ice" / "frost1.png").write_text("no image")
     (root / "locked").mkdir()
     for run in (root / "runs").iterdir():
         (root / "locked" / run.name / ".lock").mkdir(parents=True)
@@ -80,6 +90,7 @@ def damaged(content):
     }
 
 
+FIGURES = ("no-svg", "bad-svg", "bad-words", "list")
 NOWHERE = "{place}/nowhere"
 COMMON = ["--out", "{place}/new"]
 ROWS: dict[str, list[tuple[str, str]]] = {
@@ -136,7 +147,7 @@ ROWS: dict[str, list[tuple[str, str]]] = {
         ("--data [/b] --root {place}", "[/b]"),
         ("--data imagenet-c", "--root"),
         ("--data imagenet-c --root {place}/nowhere", "nowhere"),
-        ("--data imagenet-c --root {place}/text.txt", "not a folder"),
+        ("--data imagenet-c --root {place}/text.txt", "no folder"),
         ("--data imagenet-c --root {place}/empty", "empty"),
         ("--data folder --root {place}/empty", "empty"),
         ("--data folder --root {place}/photos", "classes"),
@@ -200,6 +211,7 @@ ROWS: dict[str, list[tuple[str, str]]] = {
         ("{place}/runs --paper normal", "does not belong"),
         ("{place}/runs --format pdf", "--format"),
         ("{place}/runs --format csv --out {place}", "is a folder"),
+        ("{place}/runs --format csv --out /dev/full", "/dev/full"),
         ("{place}/runs --format csv --out {place}/text.txt/x", "text.txt"),
         ("{place}/runs --format csv --out /proc/acclimate", "/proc/acclimate"),
     ],
@@ -209,7 +221,7 @@ ROWS: dict[str, list[tuple[str, str]]] = {
         ("{place}/damaged/half", "half"),
         ("{place}/runs --figures {place}/nowhere", "nowhere"),
         ("{place}/runs --figures {place}/empty", "empty"),
-        ("{place}/runs --figures {place}/figures", "rollout.json"),
+        *((f"{{place}}/runs --figures {{place}}/figures/{name}", name) for name in FIGURES),
         ("{place}/runs -o {place}", "is a folder"),
         ("{place}/runs --paper nothing", "nothing"),
     ],
@@ -337,12 +349,14 @@ ROWS: dict[str, list[tuple[str, str]]] = {
         ("{place}/photos {place}/text.txt", "text.txt"),
         ("{place}/photos {place}/photos/new", "photos"),
         ("{place}/photos {place}/runs", "runs"),
+        *((f"{{place}}/photos {{place}}/trees/{name}", name) for name in ("number", "list", "half", "deep")),
         ("{place}/photos {place}/new --corruptions fgo", "'fog'"),
         ("{place}/photos {place}/new --corruptions ,", "--corruptions"),
         ("{place}/photos {place}/new --severities six", "--severities"),
         ("{place}/photos {place}/new --constants mine", "--constants"),
         ("{place}/photos {place}/new --frost {place}/nowhere", "nowhere"),
         ("{place}/photos {place}/new --frost {place}/empty --corruptions frost", "empty"),
+        ("{place}/photos {place}/new --frost {place}/ice --corruptions frost", "ice"),
         ("{place}/text.txt --sheet {place}/sheet.png", "text.txt"),
         ("{place}/nowhere --sheet {place}/sheet.png", "nowhere"),
         ("{place}/photo.png --sheet {place}", "is a folder"),

@@ -691,7 +691,7 @@ def test_command_on_corruptions(whole, capsys):
     assert cli.main([*arguments, "--severities", "5,4"]) == 2
     out, err = capsys.readouterr()
     assert f"fog/4: {whole}/fog/4 is missing" in out and f"{whole}/fog/4 is missing" in err
-    for severities, message in (("five", "--severities five"), ("7", "severity=7"), ("5,5", "each once")):
+    for severities, message in (("five", "'five' is not"), ("7", "from 1 to 5"), ("5,5", "each once")):
         assert cli.main([*arguments, "--severities", severities]) == 2
         assert message in capsys.readouterr().err
 

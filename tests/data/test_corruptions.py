@@ -181,7 +181,7 @@ def test_seed_and_index_draw_anew(name):
     severity=st.sampled_from(SEVERITIES),
     height=st.integers(16, 80),
     width=st.integers(16, 80),
-    seed=st.sampled_from([0, 1, 12345, 2**32, 2**64]),
+    seed=st.sampled_from([0, 1, 12345, 2**32, 2**63 - 1]),
 )
 def test_any_size(name, severity, height, width, seed):
     images = new_images(2, height, width)

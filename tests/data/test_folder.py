@@ -291,8 +291,8 @@ def test_command(photos, tmp_path, capsys):
     [
         (["IN"], "give the folder to write to"),
         (["IN", "OUT", "--corruptions", "frg"], "Did you mean 'fog'?"),
-        (["IN", "OUT", "--severities", "high"], "--severities high"),
-        (["IN", "OUT", "--severities", "7"], "severity=7"),
+        (["IN", "OUT", "--severities", "high"], "'high' is not"),
+        (["IN", "OUT", "--severities", "7"], "from 1 to 5"),
         (["IN", "--sheet", "OUT.png"], "cannot be read as an image"),
         (["IN/cat/a.png", "--sheet", "OUT.strange"], "--sheet"),
     ],

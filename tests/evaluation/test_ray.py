@@ -12,6 +12,7 @@ from acclimate.data.catalog import Selection
 from acclimate.data.streams import Stream
 from acclimate.evaluation.grid import Execution, run_grid
 from acclimate.evaluation.journal import latest_record
+from acclimate.evaluation.progress import ProgressView
 from acclimate.evaluation.store import Store
 from acclimate.evaluation.testbed import open_testbed
 
@@ -73,3 +74,19 @@ def test_without_a_cluster_one_is_started_here(tmp_path):
     )
     assert here[0].result.digest == there[0].result.digest
     assert not ray.is_initialized(), "what was started is stopped"
+
+
+def test_interrupted_runs_save_their_states(tmp_path, monkeypatch):
+    testbed = open_testbed(selection=Selection(corruptions=["fog"], images=4000))
+    stream, store = Stream(testbed.data.domains, batch_size=8), Store(tmp_path)
+
+    def poll(self, running):
+        if any(latest_record(folder) for folder in tmp_path.glob("*-*")):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ProgressView, "poll", poll)
+    with pytest.raises(KeyboardInterrupt):
+        run_grid(testbed, [stream], {"tent": {}}, store=store, execution=Execution(on="ray"), console=Console(quiet=True))
+    (state,) = tmp_path.glob("*/state.safetensors")  # saved at the interruption, because 30 seconds have not passed
+    assert 0 < latest_record(state.parent)["step"] < len(stream)
+    assert not ray.is_initialized()

@@ -77,7 +77,7 @@ def test_the_command_line_takes_mean_and_std(photos, tmp_path, capsys, monkeypat
     assert cli.main(["bench", "--mean", "0.1,0.2,0.3", "--std", "0.5,0.5,0.5", "--out", str(tmp_path)]) == 0
     assert opened["mean"] == MEAN and opened["std"] == [0.5, 0.5, 0.5]
     assert cli.main(["bench", "--mean", "grey", "--std", "0.5"]) == 2
-    assert "--mean grey: give numbers" in capsys.readouterr().err
+    assert "--mean: 'grey' is not a number" in capsys.readouterr().err
 
 
 # Data

@@ -99,6 +99,9 @@ class SavedFigure:
             content = json.loads(path.read_bytes())
             drawn = path.with_suffix(".svg").read_bytes()
             words, digest = {key: content[key] for key in WORDS}, content["digest"]
+            for key, kind in {**dict.fromkeys(WORDS, str), "findings": list, "protocol": dict, "origin": dict}.items():
+                if not isinstance(words[key], kind):
+                    raise TypeError(f"{key} is {words[key]!r}")
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise StateError(f"{path} is not a figure of `acclimate analyze` ({error}): make it again.") from None
         if digest != _digest(words, drawn) or words["name"] != path.stem:

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from ._parser import MOST_PROCESSES, TINY, Parser, input_file, input_folder, list_of, number, shown, whole, words
+from ._parser import MOST_PROCESSES, TINY, Parser, input_file, list_of, number, shown, whole, words
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -61,7 +61,7 @@ def add_data(group: Group) -> None:
     group.add_argument(
         "--data", default="bundled", metavar="NAME", help="a name in `acclimate data list`; default: %(default)s"
     )
-    group.add_argument("--root", type=input_folder, metavar="DIR", help="the folder of the data set")
+    group.add_argument("--root", metavar="DIR", help="the folder of the data set")
     group.add_argument("--partial", action="store_true", help="take a data set that is not complete")
 
 

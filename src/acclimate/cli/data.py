@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ._arguments import SEVERITY, Commands, new_command
-from ._parser import input_folder, list_of, words
+from ._parser import list_of, words
 
 POSITION = 50
 EPILOG = """\
@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     check.add_argument("--data", required=True, metavar="NAME", help="a name in: acclimate data list")
-    check.add_argument("--root", required=True, type=input_folder, metavar="DIR", help="where it is")
+    check.add_argument("--root", required=True, metavar="DIR", help="where it is")
     check.add_argument("--corruptions", type=words, metavar="LIST", help="those that must be there; default: the 15")
     check.add_argument(
         "--severities",

@@ -35,9 +35,9 @@ def add(commands: Commands) -> None:
     dda.add_argument(
         "--denoiser",
         required=True,
-        type=input_file,
+        type=_denoiser,
         metavar="FILE",
-        help="weights of the diffusion model, *.pt or *.safetensors",
+        help='weights of the diffusion model, *.pt or *.safetensors; "bundled" for images like the bundled ones',
     )
     dda.add_argument("--steps", type=whole(1), default=100, metavar="N", help="steps of the schedule; default: %(default)s")
     dda.add_argument("--start", type=whole(1), default=50, metavar="N", help="steps of noise; default: %(default)s")
@@ -50,6 +50,11 @@ def add(commands: Commands) -> None:
     dda.add_argument("--skip-unreadable", action="store_true", help="leave out damaged images instead of stopping")
     add_device(dda)
     dda.set_defaults(run=_generate)
+
+
+def _denoiser(text: str) -> str:
+    """Return the name of a denoiser, or the path of a file that exists."""
+    return text if text in ("bundled", "gaussian") else input_file(text)
 
 
 def _generate(given: argparse.Namespace) -> None:

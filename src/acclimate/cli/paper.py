@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
         epilog=EPILOG,
     )
     paper.add_argument("name", nargs="?", metavar="NAME", help="run this one; without, list them")
-    paper.add_argument("--root", type=input_folder, metavar="DIR", help="the folder of the data set of the experiment")
+    paper.add_argument("--root", metavar="DIR", help="the folder of the data set of the experiment")
     paper.add_argument("--scale", default="full", choices=["full", "small"], help="small: the bundled model and images")
     paper.add_argument("--dry-run", action="store_true", help="print the grid of runs, and run nothing")
     paper.add_argument(

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ._arguments import Commands, new_command
-from ._parser import input_folder, output_file
+from ._parser import output_file
 from .table import add_runs, chosen_runs, fitted_paper, only_grid
 
 if TYPE_CHECKING:
@@ -37,9 +37,7 @@ def add(commands: Commands) -> None:
     )
     add_runs(report)
     report.add_argument("-o", "--out", type=output_file, default="report.html", metavar="FILE", help="default: %(default)s")
-    report.add_argument(
-        "--figures", type=input_folder, metavar="DIR", help="of `acclimate analyze` (default: figures, if there is one)"
-    )
+    report.add_argument("--figures", metavar="DIR", help="of `acclimate analyze` (default: figures, if there is one)")
     report.set_defaults(run=_report)
 
 

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from ._arguments import SEVERITY, Commands, new_command
-from ._parser import input_folder, list_of, output_file, seed, words
+from ._parser import list_of, output_file, seed, words
 
 if TYPE_CHECKING:
     from ..evaluation.published import PublishedTable
@@ -46,9 +46,7 @@ def add(commands: Commands) -> None:
 
 def add_runs(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that choose finished runs, and how to show them."""
-    parser.add_argument(
-        "runs", nargs="+", type=input_folder, metavar="DIR", help="folders of `acclimate bench --out`, or of single runs"
-    )
+    parser.add_argument("runs", nargs="+", metavar="DIR", help="folders of `acclimate bench --out`, or of single runs")
     parser.add_argument("--methods", type=words, metavar="LIST", help="only these, in this order")
     parser.add_argument(
         "--settings",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from ._arguments import Commands, add_device, add_workers, make_folder_of, new_command
-from ._parser import input_file, input_folder, number, output_file, seed, whole
+from ._parser import input_file, number, output_file, seed, whole
 
 POSITION = 70
 MODEL = "vit_base_patch16_224.augreg_in21k_ft_in1k"
@@ -38,7 +38,7 @@ def add(commands: Commands) -> None:
     )
     what = train.add_argument_group("what")
     what.add_argument("--data", required=True, choices=["office-home", "folder"], help="folder: one for each class")
-    what.add_argument("--root", required=True, type=input_folder, metavar="DIR", help="where it is")
+    what.add_argument("--root", required=True, metavar="DIR", help="where it is")
     what.add_argument("--domains", metavar="NAME", help="of office-home: Art, Clipart, Product or Real World")
     what.add_argument("--partial", action="store_true", help="take a data set that is not complete")
     what.add_argument("--model", default=MODEL, metavar="NAME", help="timm's name with its tag; default: %(default)s")

@@ -112,7 +112,7 @@ def parse(path: str | os.PathLike[str], content: bytes) -> tuple[dict[str, Tenso
             raise ValueError(f"its format version is {version!r}")
         if version > FORMAT:
             raise StateError(f"{path} has format version {version}, this acclimate reads up to {FORMAT}: upgrade acclimate.")
-        tensors = load(content)  # checks that names, shapes and sizes agree with the content
+        tensors = dict(sorted(load(content).items()))  # checks that names, shapes and sizes agree with the content
         found = digest(tensors, metadata["acclimate"])
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError, AssertionError) as error:
         raise StateError(f"{path} is not a state file, or truncated: {error}") from error

@@ -168,6 +168,22 @@ def data_sets() -> dict[str, DataSet]:
     }
 
 
+def find_data_set(name: str, root: AnyPath | None) -> DataSet:
+    """Return a data set of the catalogue, and refuse an unknown one, and one whose folder is not there."""
+    known = data_sets()
+    if name not in known:
+        raise ConfigError(f"Unknown data set {name!r}.{suggest(str(name).lower(), known, 0.5)} Known: {', '.join(known)}.")
+    if known[name].has_root != (root is not None):
+        raise ConfigError(
+            f"data={name!r}: say in which folder it is (root=; on the command line --root)."
+            if root is None
+            else f"data={name!r} is part of acclimate: leave out root=."
+        )
+    if root is not None and not Path(root).is_dir():
+        raise check_data(name, root).error()
+    return known[name]
+
+
 def open_data(
     name: str,
     root: AnyPath | None,
@@ -188,18 +204,10 @@ def open_data(
         mean: The mean of the normalisation, for a model whose configuration does not contain it.
         std: The standard deviation of the normalisation, for a model whose configuration does not contain it.
     """
-    known = data_sets()
-    if name not in known:
-        raise ConfigError(f"Unknown data set {name!r}.{suggest(str(name).lower(), known, 0.5)} Known: {', '.join(known)}.")
-    if known[name].has_root != (root is not None):
-        raise ConfigError(
-            f"data={name!r}: say in which folder it is (root=; on the command line --root)."
-            if root is None
-            else f"data={name!r} is part of acclimate: leave out root=."
-        )
+    entry = find_data_set(name, root)
     if isinstance(model, Preprocess) and (mean is not None or std is not None):
         raise ConfigError("mean= and std= go with a model; a Preprocess has its own.")
-    return known[name].open(Path(root or "."), model, selection or Selection(), mean, std)
+    return entry.open(Path(root or "."), model, selection or Selection(), mean, std)
 
 
 def _open_layout(

@@ -287,7 +287,7 @@ def require_same_settings(file: Path, settings: dict[str, Any]) -> None:
         return
     try:
         before = dict(json.loads(file.read_text()))
-    except ValueError as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise StateError(f"{file} is damaged ({error}): remove the folder, or give a new one.") from None
     changed = [key for key in settings.keys() | before.keys() if settings.get(key) != before.get(key)]
     if changed:

@@ -84,7 +84,7 @@ class Stream:
         workers: int = 0,
     ) -> None:
         self.domains: list[Domain] = list(domains) if isinstance(domains, Iterable) else [domains]
-        self.setting = _canonical(setting)
+        self.setting = canonical_setting(setting)
         require_whole(1, batch_size=batch_size)
         require_whole(0, seed=seed, workers=workers)
         require_between(1, 1e12, ratio=ratio)
@@ -317,7 +317,8 @@ def _choice(chance: npt.NDArray[np.float64], p: npt.NDArray[np.float64]) -> Inte
     return (cumulated / cumulated[-1]).searchsorted(chance, side="right")
 
 
-def _canonical(setting: str) -> str:
+def canonical_setting(setting: str) -> str:
+    """Return the name of a setting with its parts in their usual order, and refuse one that does not exist."""
     parts = str(setting).split("+")
     unknown = [part for part in parts if part not in SETTINGS]
     if unknown:

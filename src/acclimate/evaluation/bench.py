@@ -15,7 +15,7 @@ from ..core.registry import DEFAULT_METHODS, create_method
 from ..data.catalog import Data, Selection
 from ..data.corruptions import SEVERITIES
 from ..data.domains import Domain
-from ..data.streams import ARRANGEMENTS, Stream
+from ..data.streams import ARRANGEMENTS, Stream, canonical_setting
 from ..errors import ConfigError, require_whole
 from .grid import Execution, run_grid
 from .results import Results
@@ -100,7 +100,7 @@ def bench(
         >>> results.frame()           # a pandas data frame, a row for each run and domain
         >>> results[0].result.top1
     """
-    settings = [settings] if isinstance(settings, str) else list(settings)
+    settings = [canonical_setting(setting) for setting in ([settings] if isinstance(settings, str) else settings)]
     gradual = [setting for setting in settings if "gradual" in setting]
     if gradual and (severities is not None or len(gradual) < len(settings)):
         raise ConfigError("gradual has all five severities: it goes with no others, and with no other setting.")

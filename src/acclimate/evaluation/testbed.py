@@ -15,7 +15,7 @@ from ..core.adapter import Adapter
 from ..core.method import Method
 from ..core.registry import create_method
 from ..core.statistics import SourceStatistics, choose_statistics
-from ..data.catalog import Data, Selection, open_data
+from ..data.catalog import Data, Selection, find_data_set, open_data
 from ..data.domains import Domain
 from ..data.preprocess import Preprocess
 from ..errors import ConfigError
@@ -109,6 +109,8 @@ def open_testbed(
             raise ConfigError("processor= says how images are normalised: leave out mean= and std=.")
         mean, std = processor_normalisation(processor)
     where = pick_device(device)
+    if isinstance(data, str):
+        find_data_set(data, root)  # raises an error before the model is loaded
     source = source_model(model, weights=weights) if isinstance(model, str) else _given(model)
     net = source.load().to(where)
     if isinstance(data, str):

@@ -12,7 +12,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import ConfigError, StateError
 from ...evaluation.published import PublishedTable, require_known
 
 
@@ -61,7 +61,11 @@ def claims() -> list[Claim]:
 
 @cache
 def _paper() -> dict[str, Any]:
-    return json.loads(files(__package__).joinpath("reported.json").read_text(encoding="utf-8"))
+    file = files(__package__).joinpath("reported.json")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StateError(f"{file} is damaged ({error}): install acclimate again.") from None
 
 
 def _table(key: str, values: Mapping[str, Any]) -> PublishedTable:

@@ -288,7 +288,7 @@ def replay(path: str | Path) -> Result:
     """Replay one file. Any error becomes a problem in the result."""
     try:
         recording = Recording(path)
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
+    except (OSError, SafetensorError, ValueError, LookupError) as error:
         return Result(Path(path).stem, math.nan, math.nan, [f"not a readable recording: {error!r}"])
     again = REPLAYS.get(recording.method)
     if again is None:
