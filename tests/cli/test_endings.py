@@ -77,7 +77,7 @@ def test_every_way_to_print_knows_a_closed_pipe_and_a_full_disk(command, runs, c
 
 def test_arguments_that_are_not_utf_8_are_shown_escaped():
     done = acclimate_process("table", b"nowhere\xff")
-    assert done.returncode == 2 and rb"nowhere\udcff' does not exist" in done.stderr
+    assert done.returncode == 2 and rb"nowhere\udcff" in done.stderr
 
 
 def test_a_title_that_is_not_utf_8_makes_a_page_that_is(runs, tmp_path):

@@ -89,7 +89,7 @@ def test_a_sample_is_drawn_once_for_all():
     assert not set(shown.chosen) & set(tuned_on.chosen)
     with pytest.raises(InputError, match="10000"):
         Subset.sample(images, 10_001)
-    with pytest.raises(ConfigError, match="--images"):
+    with pytest.raises(ConfigError, match="images=0"):
         Subset.sample(images, 0)
 
 
