@@ -13,7 +13,15 @@ import acclimate
 from acclimate.core.method import Info
 from acclimate.core.registry import _REGISTRY, find_method
 from acclimate.errors import ConformanceError
+from acclimate.testing import check as suite
 from acclimate.testing.check import CHECKS, Case
+
+
+@pytest.fixture
+def only_timm(monkeypatch):
+    """Let a wrong method be checked on one family alone: what is wrong with it does not depend on the family."""
+    timm = {"timm": suite.families()["timm"]}
+    monkeypatch.setattr(suite, "families", lambda: timm)
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -57,7 +65,7 @@ def test_check_method_reports_every_outcome():
     assert len(outcomes) == 3 * len(CHECKS)
 
 
-@pytest.mark.usefixtures("forget_methods")
+@pytest.mark.usefixtures("forget_methods", "only_timm")
 def test_check_method_finds_state_outside_of_torch():
     @acclimate.register("forgetful")
     class Forgetful(find_method("tent")):
@@ -78,7 +86,7 @@ def test_check_method_finds_state_outside_of_torch():
     assert "batch_of_one" not in str(error.value)
 
 
-@pytest.mark.usefixtures("forget_methods")
+@pytest.mark.usefixtures("forget_methods", "only_timm")
 def test_check_method_finds_a_counter_whose_effect_it_does_not_see():
     """After an even number of steps the method acts as at the beginning."""
 
@@ -150,7 +158,7 @@ def test_what_a_step_changes_outside_of_torch_state_is_named(name, change, monke
         CHECKS["state_is_torch_state"](Case(Holds))
 
 
-@pytest.mark.usefixtures("forget_methods")
+@pytest.mark.usefixtures("forget_methods", "only_timm")
 def test_check_method_finds_an_undeclared_change():
     @acclimate.register("sneaky")
     class Sneaky(find_method("tent")):
@@ -163,7 +171,7 @@ def test_check_method_finds_an_undeclared_change():
         acclimate.check_method("sneaky")
 
 
-@pytest.mark.usefixtures("forget_methods")
+@pytest.mark.usefixtures("forget_methods", "only_timm")
 def test_declared_exceptions_are_excused_with_their_reason():
     @acclimate.register("honest")
     class Honest(find_method("source")):

@@ -327,7 +327,7 @@ def memory_is_bounded(case: Case) -> None:
     """Check that neither the state nor the memory grows with the number of steps."""
     adapter = case.wrap()
     sizes = []
-    for batches in (tiny_batches(12), tiny_batches(40, seed=5)):
+    for batches in (tiny_batches(12, 2), tiny_batches(40, 2, seed=5)):
         for images in batches:
             adapter(images)
         del batches, images
