@@ -28,7 +28,7 @@ from ..models.normalisation import model_normalisation, unknown_normalisation
 from ..models.view import layer_without_gradient, require_gradient, require_supported
 from . import statefile
 from .digests import digest_bytes
-from .engine import Engine, entropy, require_finite
+from .engine import Engine, columns_of, entropy, require_finite
 from .method import Method, Setup, Step
 from .options import COST_ONLY, Options
 from .ranks import Ranks, SingleProcess
@@ -186,13 +186,14 @@ class Adapter(nn.Module):
             self._source_about = statistics.about
         self._require_type(vit.dtype, method, options.precision)
         rng = torch.Generator().manual_seed(options.seed)
-        adapted = list(method.attach(vit, Setup(rng, statistics if needs else None)))
+        classes = columns_of(options.classes, vit.classes)
+        adapted = list(method.attach(vit, Setup(rng, statistics if needs else None, classes)))
         vit.shorten()
         names = self._wrapped.names(method)
         return Engine(
             vit,
             {names[id(p)]: p for p in adapted},
-            classes=options.classes,
+            classes=classes,
             micro_batch=options.micro_batch,
             precision=options.precision,
             compile=options.compile,

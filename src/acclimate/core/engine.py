@@ -149,7 +149,7 @@ class Engine:
             threads=not compile and vit.is_library_code(),  # a user's code may not be ready for several threads
         )
         self.adapted = AdaptedParameters(parameters)
-        self.classes = None if classes is None else _columns(classes, vit.classes)
+        self.classes = columns_of(classes, vit.classes)
         self.rng = rng
         self.normalisation = normalisation
         self.loss_scale = torch.tensor(2.0**14 if precision == "float16" else 1.0)
@@ -183,23 +183,25 @@ class Engine:
 
     # ---- one pass ---------------------------------------------------------------------------------------------
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor, passed: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return the logits of the target's classes, in float32 or float64.
 
-        They are differentiable if gradients are enabled.
+        They are differentiable if gradients are enabled. `passed` is a function from images to logits instead of the plain
+        pass of the model.
         """
         if images.ndim == 5:
-            return self.forward(images.flatten(0, 1)).unflatten(0, images.shape[:2])
+            return self.forward(images.flatten(0, 1), passed).unflatten(0, images.shape[:2])
         self.passes.add(forward=len(images))
         with self.autocast():
-            logits = self._logits(images)
+            logits = (passed or self._logits)(images)
         return self._target(logits)
 
     def forward_features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits, and the features that enter the head, (batch, width of the head)."""
-        return self._forward_with(self.vit.features, images)
+        return self.forward_with(self.vit.features, images)
 
-    def _forward_with(self, passed: Callable[[Tensor], tuple[Tensor, Tensor]], images: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_with(self, passed: Callable[[Tensor], tuple[Tensor, Tensor]], images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits, and what else a function from images to more outputs and logits returns."""
         self.passes.add(forward=len(images))
         with self.autocast():
             more, logits = passed(images)
@@ -237,7 +239,7 @@ class Engine:
 
     def class_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of a batch, and the class tokens after all blocks (`ViT.class_tokens`)."""
-        logits, tokens = self.evaluate(images, lambda part: self._forward_with(self.vit.class_tokens, part))
+        logits, tokens = self.evaluate(images, lambda part: self.forward_with(self.vit.class_tokens, part))
         return logits, tokens
 
     def evaluate(self, images: Tensor, forward: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -427,8 +429,10 @@ def _restricted(objective: Objective, candidates: Tensor) -> Objective:
     return restricted
 
 
-def _columns(classes: Sequence[int] | Tensor, count: int) -> list[int]:
-    """Return the columns of the head that `classes` selects, after checking them."""
+def columns_of(classes: Sequence[int] | Tensor | None, count: int) -> list[int] | None:
+    """Return the columns of the head that `classes` selects, after checking them. None selects all of them."""
+    if classes is None:
+        return None
     try:
         chosen = torch.as_tensor(classes)
     except (TypeError, ValueError, RuntimeError, OverflowError):

@@ -82,10 +82,12 @@ class Setup:
     Args:
         rng: The generator of all random numbers.
         statistics: The source statistics, for a method that needs some.
+        classes: Columns of the head that exist in the target domain; None for all of them.
     """
 
     rng: torch.Generator
     statistics: SourceStatistics | None = None
+    classes: list[int] | None = None
 
     def statistics_of(self, kind: str) -> dict[str, Tensor]:
         """Return the source statistics of one kind, by name."""

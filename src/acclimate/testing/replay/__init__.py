@@ -15,6 +15,7 @@ import json
 import math
 import pkgutil
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -111,7 +112,15 @@ FIXED = {
     "uncertainty_mass": COME_MASS,
     "value_range": 2.0,
 }
-DESCRIPTIONS = {"optimizer", "n_generator_blocks", "fisher_batch_size", "hidden", "params"}  # text, or implied by tensors
+DESCRIPTIONS = {
+    "adapt",
+    "form",
+    "optimizer",
+    "n_generator_blocks",
+    "fisher_batch_size",
+    "hidden",
+    "params",
+}  # text, or implied by tensors
 TRACE_TOLERANCE = 1e-5
 
 
@@ -232,8 +241,10 @@ def run(
     adapter = adapt(recording.model(), method, reference=True, mean=0.5, std=0.5, **options, **more)
     margin = recording.hyper.get("margin_e0", recording.hyper.get("e_margin", math.inf))
     trace: dict[str, list[Any]] = {}
+    learning = recording.hyper.get("adapt")  # by step; only recordings of a method that can be frozen have it
     for t, images, expected in recording.batches():
-        logits = adapter(images)
+        with nullcontext() if learning is None or learning[t] else adapter.frozen():
+            logits = adapter(images)
         error = result.compare(f"logits of step {t}", returned(logits), expected, recording.tolerance_logits)
         result.logits = max(result.logits, error)
         record = adapter.record
