@@ -110,7 +110,7 @@ def test_a_file_comes_back(tmp_path, statistics):
     again = SourceStatistics.load(tmp_path / "s.safetensors")
     assert again.about == statistics.about and again.model == statistics.model
     assert all(torch.equal(t, statistics.tensors[name]) for name, t in again.tensors.items())
-    assert "batch_size 5" in repr(again) and sorted(again.kinds) == ["class_tokens", "features", "fisher"]
+    assert "batch_size 5" in repr(again) and sorted(again.kinds) == ["class_tokens", "features", "fisher", "logits"]
 
 
 def test_statistics_of_another_model_are_refused(tmp_path, statistics):

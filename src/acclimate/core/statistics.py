@@ -5,8 +5,9 @@
     model = acclimate.adapt(model, "eata", source_statistics="stats.safetensors")
 
 Each kind of statistics is one subclass of `Statistic`. It keeps sums of a fixed size, so that the number of images is not
-limited. A kind may also be learned, by the package of the method that needs it. A method names the kinds that it needs in
-`Info.needs`, and keeps the tensors that it uses as its own constants. Its state file therefore suffices to continue a run.
+limited; only "logits" keeps a row for each image. A kind may also be learned, by the package of the method that needs it. A
+method names the kinds that it needs in `Info.needs`, and keeps the tensors that it uses as its own constants. Its state file
+therefore suffices to continue a run.
 """
 
 from __future__ import annotations
@@ -193,6 +194,32 @@ class ClassTokens(Statistic):
         return name == "std"
 
 
+class Logits(Statistic):
+    """The logits of all source images, (images, classes), from which POEM takes the distribution of the entropies.
+
+    They are the only kind that grows with the number of images. Entropies alone would be those of one temperature, and of
+    all classes of the head.
+    """
+
+    kind = "logits"
+
+    def __init__(self, vit: ViT) -> None:
+        self._parts = [torch.zeros(0, vit.classes)]
+
+    def add(self, images: Tensor, labels: Tensor | None, engine: Engine) -> None:
+        """Add the logits of one batch."""
+        self._parts.append(engine.predict(images).cpu().float())
+
+    def result(self) -> dict[str, Tensor]:
+        """Return the logits in the order of the images."""
+        return {"logits": torch.cat(self._parts)}
+
+    @classmethod
+    def empty(cls, vit: ViT, about: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return zeros for as many images as there were."""
+        return {"logits": torch.zeros(about["samples"], vit.classes)}
+
+
 def mean_and_std(sums: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the mean and the unbiased standard deviation, from the sums of `count` values and of their squares.
 
@@ -306,7 +333,8 @@ def source_statistics(
         labels: The labels of the images, if these are one tensor. Without labels, predicted classes are used where labels
             are needed.
         kinds: The kinds of statistics: "fisher" (for EATA), "features" (moments and class means, for CFA), "class_tokens"
-            (mean and standard deviation after every block, for FOA). Default: all of them.
+            (mean and standard deviation after every block, for FOA, ReCAP and ActMAD), "logits" (of every image, for POEM).
+            Default: all of them.
         samples: The largest number of images to use. EATA's authors use 2000.
         batch_size: The size of the batches that the Fisher information is averaged over. The scale of the Fisher information
             depends on it. The authors use the batch size of the stream. Images are regrouped into batches of this size,

@@ -1,4 +1,4 @@
-"""The parameters that SAR, DCT and DeYO adapt: the norms of all but the last blocks."""
+"""The parameters that SAR, DCT, DeYO, POEM, REM and ReCAP adapt: the norms of all but the last blocks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from ..core.engine import Engine
 from ..core.method import Method, Setup, scaled_lr
 from ..errors import ConfigError, require_between, require_whole
 from ..models.view import ViT, parameters_of
@@ -84,3 +85,19 @@ class LeadingNorms(Method):
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
         """Return SGD over the norms."""
         return torch.optim.SGD(self._norms, lr=self.norm_lr(batch_size), momentum=self.momentum)
+
+    def update(self, engine: Engine, used: int) -> None:
+        """Update the parameters, unless there was no sample to learn from.
+
+        The released code of several methods still steps then, so that with `reference` momentum moves the parameters.
+        """
+        if not used and self.reference:
+            engine.adapted.zero_gradient()
+        if used or self.reference:
+            engine.adapted.update()
+
+
+def final_norms(vit: ViT) -> list[nn.Module]:
+    """Return the norms between the last block and the head."""
+    norms = vit.norms
+    return norms[norms.index(vit.blocks[-1].norms[-1]) + 1 :]

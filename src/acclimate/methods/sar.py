@@ -97,12 +97,7 @@ class SAR(LeadingNorms):
                 average = float(self.average)
                 self.average.fill_(loss if math.isnan(average) else self.decay * average + (1 - self.decay) * loss)
 
-        if used:
-            engine.adapted.update()
-        elif self.reference:
-            engine.adapted.zero_gradient()  # the released code still steps: momentum moves the parameters
-            engine.adapted.update()
-
+        self.update(engine, used)
         average = float(self.average)
         event = None
         if average < self.recovery:

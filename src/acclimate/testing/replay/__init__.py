@@ -48,10 +48,12 @@ OPTIONS = {
     "class_indices": "classes",
     "d_margin": "redundancy",
     "dct_lr": "lr_generator",
+    "delayed_start": "delay",
     "dot_momentum": "decay",
     "e_margin": "margin",
     "ema_momentum": "decay",
     "entropy_weight": "entropy_weight",
+    "eps_clip": "bet_limit",
     "eta": "eta",
     "filter_k": "supports_per_class",
     "fisher_alpha": "fisher_weight",
@@ -96,6 +98,7 @@ OPTIONS = {
     "restore_prob": "restore",
     "reweight_ent": "entropy_weight",
     "reweight_plpd": "plpd_weight",
+    "reweighted": "reweighted",
     "rho": "rho",
     "teacher_momentum": "teacher_momentum",
     "temperature": "temperature",
@@ -112,15 +115,8 @@ FIXED = {
     "uncertainty_mass": COME_MASS,
     "value_range": 2.0,
 }
-DESCRIPTIONS = {
-    "adapt",
-    "form",
-    "optimizer",
-    "n_generator_blocks",
-    "fisher_batch_size",
-    "hidden",
-    "params",
-}  # text, or implied by tensors
+# Text, or implied by tensors.
+DESCRIPTIONS = {"adapt", "form", "optimizer", "n_generator_blocks", "fisher_batch_size", "hidden", "params"}
 TRACE_TOLERANCE = 1e-5
 
 
