@@ -57,7 +57,7 @@ class Info:
         float16: Whether weights in float16 can adapt. The squared gradients of Adam are too small for that type.
         far_from_source: Whether the method moves its parameters far from the source values on purpose. If so, a large drift
             is no sign of a collapse.
-        quick: Options that the conformance suite uses if the defaults would take long.
+        quick: Options that the conformance suite uses if the defaults would take long, or do not suit its tiny models.
         exceptions: Checks of the conformance suite that the method cannot pass, each with the reason.
     """
 

@@ -85,11 +85,7 @@ class DeYO(LeadingNorms):
             h = entropy(logits)
             h0 = h.detach()
             sure = h0 < margin
-            plpd = torch.full_like(h0, -math.inf)
-            if sure.any():
-                with torch.no_grad():
-                    shuffled = engine.forward(shuffle(images[sure], orders[sure], self.grid))
-                plpd[sure] = difference(logits.detach()[sure], shuffled)
+            plpd = plpd_of(images, logits.detach(), sure, orders, self.grid, engine)
             weight = self.entropy_weight * (weight_margin - h0).exp() + self.plpd_weight * plpd.exp()
             return h * weight if self.entropy_weight or self.plpd_weight else h, plpd > self.threshold
 
@@ -101,9 +97,24 @@ class DeYO(LeadingNorms):
 
     def orders(self, images: Tensor, engine: Engine) -> Tensor:
         """Draw an order of the patches for each image, (batch, grid * grid)."""
-        positions, count = engine.ranks.positions(images)
-        keys = torch.rand(count, self.grid**2, generator=engine.rng)
-        return keys.argsort(-1).to(images.device)[positions.to(images.device)]
+        return draw_orders(images, self.grid, engine)
+
+
+def draw_orders(images: Tensor, grid: int, engine: Engine) -> Tensor:
+    """Draw an order of the patches for each image, (batch, grid * grid)."""
+    positions, count = engine.ranks.positions(images)
+    keys = torch.rand(count, grid**2, generator=engine.rng)
+    return keys.argsort(-1).to(images.device)[positions.to(images.device)]
+
+
+@torch.no_grad()
+def plpd_of(images: Tensor, logits: Tensor, chosen: Tensor, orders: Tensor, grid: int, engine: Engine) -> Tensor:
+    """Return the PLPD of the chosen samples. That of the others is -inf, and they are not passed."""
+    plpd = torch.full_like(logits[:, 0], -math.inf)
+    if chosen.any():
+        shuffled = engine.forward(shuffle(images[chosen], orders[chosen], grid))
+        plpd[chosen] = difference(logits[chosen], shuffled)
+    return plpd
 
 
 def difference(logits: Tensor, shuffled: Tensor) -> Tensor:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..core.engine import Engine
 from ..core.method import Info, Step
 from ..core.registry import register
 from ..errors import require_between
-from ._leading import LeadingNorms
 from ._losses import reliable_margin, require_loss, uncertainty
+from ._recovery import Recovering
 
 
 @register("sar")
-class SAR(LeadingNorms):
+class SAR(Recovering):
     """Minimise the entropy of reliable samples, sharpness-aware, over the norms of all but the last blocks.
 
     A sample is reliable if its entropy is below a margin, both before and after the sharpness-aware ascent. A very low
@@ -65,18 +64,21 @@ class SAR(LeadingNorms):
         loss: str = "entropy",
         reference: bool = False,
     ) -> None:
-        super().__init__(lr=lr, momentum=momentum, blocks=blocks, batch_size=batch_size, reference=reference)
+        super().__init__(
+            lr=lr,
+            momentum=momentum,
+            recovery=recovery,
+            decay=decay,
+            blocks=blocks,
+            batch_size=batch_size,
+            reference=reference,
+        )
         require_between(0, math.inf, optional=True, margin=margin)
-        require_between(0, math.inf, rho=rho, recovery=recovery)
-        require_between(0, 1, decay=decay)
+        require_between(0, math.inf, rho=rho)
         require_loss(loss)
         self.margin = margin
         self.rho = rho
-        self.recovery = recovery
-        self.decay = decay
         self.loss = loss
-        self.average: Tensor
-        self.register_buffer("average", torch.tensor(math.nan))  # moving average of the loss; NaN before the first one
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         """Learn from the reliable samples by one sharpness-aware step, and recover if the loss is too low."""
@@ -88,21 +90,9 @@ class SAR(LeadingNorms):
             return h, h.detach() < margin
 
         first = engine.gradient(images, reliable_entropy, selective=True)
-        used, loss = 0, None
+        used, loss = 0, math.nan
         if first.used:
             with engine.adapted.perturbed(self.rho):
                 second = engine.gradient(images, reliable_entropy, candidates=first.kept)
-            if second.used:
-                used, loss = second.used, second.loss
-                average = float(self.average)
-                self.average.fill_(loss if math.isnan(average) else self.decay * average + (1 - self.decay) * loss)
-
-        self.update(engine, used)
-        average = float(self.average)
-        event = None
-        if average < self.recovery:
-            event = "recovered"
-            engine.adapted.restore(keep_momentum=self.reference)
-            if not self.reference:
-                self.average.fill_(math.nan)
-        return Step(first.logits, used, loss, None if math.isnan(average) else average, event)
+            used, loss = second.used, second.loss
+        return self.learn(first.logits, used, loss, engine)

@@ -39,6 +39,7 @@ OPTIONS = {
     "affinity": "affinity",
     "alignment_weight": "alignment",
     "alpha": "alpha",
+    "beta1": "momentum",
     "alpha_lr": "lr_noise",
     "alpha_momentum": "momentum_noise",
     "anchor_threshold": "threshold",
@@ -63,6 +64,7 @@ OPTIONS = {
     "full_moments": "moments",
     "gamma": "gamma",
     "knn": "neighbours",
+    "lambda": "ranking",
     "lambda1": "moment_weight",
     "lambda2": "class_weight",
     "lambda_t": "lambda_t",
@@ -70,6 +72,9 @@ OPTIONS = {
     "leak_optimizer_state": "leak_optimizer_state",
     "low_frequency_fraction": "low_frequencies",
     "lr": "lr",
+    "m": "removed",
+    "margin": "margin",
+    "margin_L0": "weight_margin",
     "margin_e0": "margin",
     "max_grad_norm": "clip",
     "max_steps": "max_iterations",
@@ -77,6 +82,7 @@ OPTIONS = {
     "momentum": "momentum",
     "momentum_probs": "decay",
     "momentum_src": "source_momentum",
+    "n": "views",
     "n_augmentations": "views",
     "n_views": "views",
     "nesterov": "nesterov",
@@ -98,25 +104,38 @@ OPTIONS = {
     "restore_prob": "restore",
     "reweight_ent": "entropy_weight",
     "reweight_plpd": "plpd_weight",
+    "reweight_threshold": "max_weight",
     "reweighted": "reweighted",
     "rho": "rho",
+    "tau": "tau",
     "teacher_momentum": "teacher_momentum",
     "temperature": "temperature",
     "update_frequency": "every",
     "weight_decay": "weight_decay",
     "weight_margin": "weight_margin",
+    "weight_reg": "instability",
 }
 # Hyper-parameters that are no options of our implementations, with the only value that we support.
 FIXED = {
     "class_moments": 1,
     "distance": "cosine",
     "episodic": False,
+    "scale": 0.1,
     "steps": 1,
     "uncertainty_mass": COME_MASS,
     "value_range": 2.0,
 }
 # Text, or implied by tensors.
-DESCRIPTIONS = {"adapt", "form", "optimizer", "n_generator_blocks", "fisher_batch_size", "hidden", "params"}
+DESCRIPTIONS = {
+    "adapt",
+    "fisher_batch_size",
+    "form",
+    "hidden",
+    "margin_coefficient",
+    "n_generator_blocks",
+    "optimizer",
+    "params",
+}
 TRACE_TOLERANCE = 1e-5
 
 
@@ -254,7 +273,7 @@ def run(
             **observe(adapter, logits),
         }
         h = row["entropy_1"].tolist()
-        row["n_selected_1"] = sum(value < margin for value in h)
+        row.setdefault("n_selected_1", sum(value < margin for value in h))
         row["entropy_1"] = h + [math.nan] * (len(recording.tensors["x/0"]) - len(h))  # the last batch may be short
         for name, value in row.items():
             trace.setdefault(name, []).append(value)
