@@ -11,7 +11,7 @@ from acclimate.errors import ConfigError, ModelError
 from acclimate.testing.check import Case, tiny_batches, tiny_vit
 
 HALVES = [torch.bfloat16, torch.float16]
-ADAM = ("memo", "rotta")
+ADAM = ("memo", "rem", "rotta")
 
 
 def half_of(family, dtype):

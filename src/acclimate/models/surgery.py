@@ -263,8 +263,31 @@ def capture(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Captured]]
             handle.remove()
 
 
+@contextmanager
+def selecting(module: nn.Module, positions: Tensor) -> Iterator[None]:
+    """Let a module get only the tokens at these positions, (batch, count), of each sample inside the block.
+
+    Only passes in this thread are changed.
+    """
+    here = threading.get_ident()
+
+    @ours
+    def select(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if threading.get_ident() != here:
+            return None
+        tokens, *others = args
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        return tokens[rows, positions], *others
+
+    handle = module.register_forward_pre_hook(select)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def remove_captures(model: nn.Module) -> None:
-    """Remove the hooks that an interrupted `capture` left on the modules of a model."""
+    """Remove the hooks that an interrupted `capture` or `selecting` left on the modules of a model."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key in [key for key, hook in hooks.items() if hasattr(hook, "ours")]:

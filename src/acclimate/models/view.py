@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..errors import InputError, ModelError
 from .images import ordinary
 from .plain import TOKEN_WISE, all_modules_are_hooked, is_hooked, runs_code_of
-from .surgery import ClassTokenBlock, OpenAttention, PromptedBlock, capture
+from .surgery import ClassTokenBlock, OpenAttention, PromptedBlock, capture, selecting
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
 
@@ -224,6 +224,26 @@ class ViT:
     def class_tokens_width(self) -> int:
         """The length of the concatenated class tokens of one image."""
         return (len(self.blocks) - 1) * self.width + self.head.in_features
+
+    def class_attention(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the attention of the class token to each patch in the last block, averaged over the heads, and the logits.
+
+        No gradient passes through the attention.
+        """
+        attention = self.blocks[-1].open()
+        with capture([attention]) as seen:
+            logits = self.logits(images)
+        with torch.no_grad():
+            q, k, _ = attention.project(seen[attention].inputs)
+            scale = q.shape[-1] ** -0.5 if attention.scale is None else attention.scale
+            weights = (q[:, :, :1] @ k.transpose(-2, -1) * scale).softmax(-1)
+        return weights.mean(1)[:, 0, self.prefix :], logits
+
+    def logits_of_patches(self, images: Tensor, patches: Tensor) -> Tensor:
+        """Return the logits of images of which the blocks get only the patches with these numbers, (batch, count)."""
+        prefix = torch.arange(self.prefix, device=patches.device).expand(len(patches), -1)
+        with selecting(self.layers[0], torch.cat([prefix, patches + self.prefix], dim=1)):
+            return self.logits(images)
 
     @property
     def layers(self) -> list[nn.Module]:
