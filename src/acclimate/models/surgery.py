@@ -1,4 +1,4 @@
-"""Modules that are inserted into a model while it adapts: opened attention, a short last block, and prompt tokens.
+"""Modules that are inserted into a model while it adapts: open attention, a short last block, prompts, norms with offsets.
 
 Each module replaces one module of the model, keeps it as `inner`, and does not change its parameters. What a user has
 changed in the model acts as before: submodules are called, and a short cut is taken only where modules are plain (`plain`).
@@ -219,6 +219,23 @@ class PromptedBlock(nn.Module):
             tokens = torch.cat([tokens[:, :1], rows, tokens[:, 1 + self.replaced :]], dim=1)
         out = self.inner(tokens, *args, **kwargs)
         return torch.cat([out[:, :1], out[:, 1 + self.dropped :]], dim=1) if self.dropped else out
+
+
+class OffsetNorm(nn.Module):
+    """A LayerNorm whose scale and shift have an offset for each sample.
+
+    `offsets` maps the input of the layer to the offsets of scale and shift, in a shape that fits the input.
+    """
+
+    def __init__(self, inner: nn.LayerNorm, offsets: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.offsets = offsets
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised input with the new scale and shift."""
+        scale, shift = self.offsets(x)
+        return self.inner(x) + F.layer_norm(x, self.inner.normalized_shape, eps=self.inner.eps) * scale + shift
 
 
 SURGERY: frozenset[type] = frozenset({ClassTokenBlock, PromptedBlock})

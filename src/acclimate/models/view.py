@@ -18,7 +18,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..errors import InputError, ModelError
 from .images import ordinary
 from .plain import TOKEN_WISE, all_modules_are_hooked, is_hooked, runs_code_of
-from .surgery import ClassTokenBlock, OpenAttention, PromptedBlock, capture, selecting
+from .surgery import ClassTokenBlock, OffsetNorm, OpenAttention, PromptedBlock, capture, selecting
 
 NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
 
@@ -268,17 +268,36 @@ class ViT:
             if own is not None or dropped:
                 self._put(i, PromptedBlock(layer, own, replaced=replaced, dropped=dropped))
 
+    def offset_norm(self, norm: nn.LayerNorm, offsets: Callable[[Tensor], tuple[Tensor, Tensor]]) -> nn.Module:
+        """Give the scale and the shift of a norm an offset for each sample, and return the module that replaces it.
+
+        `offsets` is a function from the input of the norm, of all tokens: the last block is not shortened then.
+        """
+        self._read = True
+        replacement = OffsetNorm(norm, offsets)
+        self._exchange(norm, replacement)
+        return replacement
+
     def exchange_head(self, head: nn.Linear) -> None:
         """Replace the head by another layer of the same shape. Call this method at most once."""
         self._own_head = self.head
         self._put_head(head)
 
     def _put_head(self, head: nn.Linear) -> None:
-        for module in self.model.modules():
-            for name, child in module.named_children():
-                if child is self.head:
-                    module._modules[name] = head
+        self._exchange(self.head, head)
         self.head = head
+
+    def _exchange(self, old: nn.Module, new: nn.Module) -> None:
+        """Put a module in place of another one, in the model and in the view of its block."""
+        for module in list(self.model.modules()):
+            for name, child in module.named_children():
+                if child is old and module is not new:
+                    module._modules[name] = new
+        for block in self.blocks:
+            if block.norm1 is old:
+                block.norm1 = new
+            if block.norm2 is old:
+                block.norm2 = new
 
     def convert_own_head(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Apply a conversion of the model to its own head, if another one replaces it."""
@@ -331,6 +350,9 @@ class ViT:
         for i, block in enumerate(self.blocks):
             self._put(i, block.module)
             block.close()
+        for module in list(self.model.modules()):
+            if isinstance(module, OffsetNorm):
+                self._exchange(module, module.inner)
 
     def _put(self, i: int, module: nn.Module) -> None:
         self._blocks._modules[list(self._blocks._modules)[i]] = module

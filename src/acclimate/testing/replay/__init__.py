@@ -64,6 +64,7 @@ OPTIONS = {
     "full_moments": "moments",
     "gamma": "gamma",
     "knn": "neighbours",
+    "lb_coeff": "balance",
     "lambda": "ranking",
     "lambda1": "moment_weight",
     "lambda2": "class_weight",
@@ -89,6 +90,7 @@ OPTIONS = {
     "niter": "iterations",
     "noise_ratio": "noise",
     "nu": "nu",
+    "num_expert": "experts",
     "num_neighbors": "neighbours",
     "num_prompts": "prompts",
     "patch_len": "grid",
@@ -122,6 +124,7 @@ FIXED = {
     "episodic": False,
     "scale": 0.1,
     "steps": 1,
+    "topk": 1,
     "uncertainty_mass": COME_MASS,
     "value_range": 2.0,
 }
