@@ -31,6 +31,7 @@ OPTIONS = {
     "tent": {"lr": 0.02},
     "sar": {"lr": 0.02},
     "dct": {"lr": 0.02, "lr_generator": 0.02},
+    "moetta": {"lr": 0.02},
     "spa": {"lr_noise": 0.05, "mean": 0.5, "std": 0.5},
 }
 TINTS = 2 * torch.randn(20, 16, 3, 1, 1, generator=torch.Generator().manual_seed(0))
@@ -99,7 +100,8 @@ def dct(rank, folder):
     return go(wrap("dct"), tiny_batches(5))
 
 
-BESIDE = ("t3a", "lame", "deyo", "zerosiam", "spa")  # methods that compare, remember or shuffle samples
+# methods that compare, remember or shuffle samples
+BESIDE = ("t3a", "lame", "deyo", "zerosiam", "spa", "neo", "rem", "moetta")
 SCENES |= {name: lambda rank, folder, name=name: go(wrap(name), tiny_batches(5)) for name in BESIDE}
 
 
@@ -120,6 +122,26 @@ def cfa(rank, folder):
 def foa(rank, folder):
     source = acclimate.source_statistics(double_vit(), tiny_batches(2, seed=3), kinds=["class_tokens"])
     return go(wrap("foa", source_statistics=source, population=4), tiny_batches(5))
+
+
+def known(kind):
+    return acclimate.source_statistics(double_vit(), tiny_batches(2, seed=3), kinds=[kind])
+
+
+@scene
+def poem(rank, folder):
+    return go(wrap("poem", source_statistics=known("logits"), lr=0.2, margin=1.5, delay=7), tiny_batches(5))
+
+
+@scene
+def recap(rank, folder):
+    options = {"lr": 0.01, "tau": 0.02, "variant": "plpd", "threshold": -0.5}
+    return go(wrap("recap", source_statistics=known("class_tokens"), **options), tiny_batches(5))
+
+
+@scene
+def actmad(rank, folder):
+    return go(wrap("actmad", source_statistics=known("class_tokens")), tiny_batches(5))
 
 
 @scene
@@ -433,7 +455,11 @@ def require_one_run(ranks, alone):
 
 
 @pytest.mark.parametrize(
-    "name", ["tent", "sar", "dct", "eata", "cfa", "foa", "rdumb", "delta", "after", "none_reliable", "recovery"]
+    "name",
+    [
+        *("tent", "sar", "dct", "eata", "cfa", "foa", "rdumb", "delta", "poem", "recap", "actmad"),
+        *("after", "none_reliable", "recovery"),
+    ],
 )
 def test_two_ranks_adapt_as_one_process(pair, name):
     alone = SCENES[name](0, None)

@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.engine import Engine, keep_all, require_finite
+from ..core.engine import Engine
 from ..core.method import Setup, Step
 from ..core.parameters import global_norm
 from ..core.registry import register
 from ..core.statistics import constants, squashed
 from ..errors import require_between, require_whole
 from ..models.view import ViT
+from ._alignment import align
 from .tent import Tent
 
 RANGE = 2.0  # range of a feature after tanh, from -1 to 1; distances of k-th moments are divided by its k-th power
@@ -86,34 +87,21 @@ class CFA(Tent):
         return super().attach(vit, setup)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
-        """Align the features of the batch with the source in one update, by two passes.
+        """Align the features of the batch with the source in one update, by two passes."""
 
-        Two passes are needed because the loss couples the samples of a batch. The first pass gives the statistics of the
-        batch, and from them the gradient of the loss with respect to the features of each sample. With this gradient as a
-        constant, <gradient, features> is a loss of each sample alone, and by the chain rule the sum of these losses has the
-        same gradient with respect to the parameters. The result is exact for any division of the batch into micro-batches or
-        over ranks.
-        """
-        logits, features = engine.features(images)
-        everybody = engine.ranks.gather(features), engine.ranks.gather(logits)
-        require_finite(*everybody)
-        loss, slopes = self.slopes(*everybody, engine)
-        positions, count = engine.ranks.positions(images)
-        # the engine takes the mean over the samples, but the chain rule needs the sum
-        mine = count * slopes[positions.to(slopes.device)]
-        engine.gradient(images, along, extras=(mine,), forward=lambda images, _: engine.forward_features(images))
+        def distance(features: Tensor, logits: Tensor) -> Tensor:
+            return self.distance(features, logits, engine)
+
+        aligned = align(images, engine, engine.forward_features, distance)
         self.shorten(engine)
         engine.adapted.update()
-        return Step(logits, count, loss)
+        return aligned
 
-    @torch.enable_grad()
-    def slopes(self, features: Tensor, logits: Tensor, engine: Engine) -> tuple[float, Tensor]:
-        """Return the loss of a batch, and its gradient with respect to the features."""
-        features = features.detach().requires_grad_()
+    def distance(self, features: Tensor, logits: Tensor, engine: Engine) -> Tensor:
+        """Return the loss of a batch."""
         hidden = squashed(features)
         loss = self.moment_weight * self.moment_distance(hidden)
-        loss = loss + self.class_weight * self.class_distance(hidden, logits.argmax(-1), engine)
-        return float(loss.detach()), torch.autograd.grad(loss, features)[0]
+        return loss + self.class_weight * self.class_distance(hidden, logits.argmax(-1), engine)
 
     def moment_distance(self, hidden: Tensor) -> Tensor:
         """Return the distance of the mean and the central moments from those of the source."""
@@ -140,9 +128,3 @@ class CFA(Tent):
         length = float(global_norm([p.grad for p in engine.adapted.tensors if p.grad is not None]))
         engine.adapted.amend_gradient(times=min(1.0, self.clip / (length + 1e-6)))
         return length
-
-
-def along(logits: Tensor, features: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the product of the features of each sample with a constant, and that every sample is kept."""
-    losses = (features * slopes).sum(-1)
-    return keep_all(losses)

@@ -13,8 +13,9 @@ from ..core.engine import Engine, entropy, require_finite
 from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..core.statistics import constants, mean_and_std
-from ..errors import InputError, require_between, require_whole
+from ..errors import require_between, require_whole
 from ..models.view import ViT
+from ._alignment import WITHOUT_SPREAD, require_spread
 from ._cma import CMA
 from ._prompts import new_prompts
 
@@ -97,17 +98,13 @@ class FOA(Method):
 
     def optimizer(self, batch_size: int) -> None:
         """Return None, because there is no optimizer, and raise an error if the batch size of the stream is 1."""
-        if batch_size == 1:
-            raise InputError(
-                "foa compares the spread of a batch with the source's, and a single image has none: collect a few images "
-                "(the authors' 64, say) into a batch, or choose a method that learns from one (dct, sar, tent)."
-            )
+        require_spread(self.name, batch_size)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         """Evaluate a population of prompts on the batch, update the search, and predict with the best candidate."""
         count = engine.ranks.positions(images)[1]
         if count == 1:
-            return Step(self.predict(images, engine), event="skipped: a single image has no spread to compare")
+            return Step(self.predict(images, engine), event=WITHOUT_SPREAD)
         drawn = self.draw(engine)
         candidates = [*drawn.to(self.best).view(-1, *self.best.shape), self.best.detach().clone()]
         seen = [self.passed(images, candidate, engine) for candidate in candidates]
