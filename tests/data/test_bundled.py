@@ -78,6 +78,16 @@ def test_the_statistics_are_of_this_model():
     acclimate.adapt(bundled.model(), "eata", source_statistics=statistics)
 
 
+def test_the_logits_are_those_of_images_that_no_stream_shows():
+    images = Corrupted(bundled.images(), **NORMALISED)
+    unseen = Subset.sample(images, bundled.FOR_TUNING, skip=len(images.labels) - bundled.FOR_TUNING)
+    logits = bundled.logits().of("logits")["logits"]
+    assert logits.shape == (bundled.FOR_TUNING, 10)
+    with torch.no_grad():
+        assert torch.allclose(bundled.model()(unseen.load(np.arange(40))), logits[:40], atol=1e-4)
+    acclimate.adapt(bundled.model(), "poem", source_statistics=bundled.logits())
+
+
 def test_a_sample_is_drawn_once_for_all():
     images = Corrupted(bundled.images(), **NORMALISED)
     few = Subset.sample(images, 50)

@@ -131,7 +131,7 @@ def test_the_bundled_model_brings_options_and_statistics():
     testbed = open_testbed(selection=Selection(images=4))
     assert testbed.options("tent") == acclimate.bundled.tuned_options()["tent"]
     assert testbed.statistics_for("eata", {}).kinds == acclimate.bundled.statistics().kinds
-    assert testbed.statistics_for("tent", {}) is None
+    assert testbed.statistics_for("poem", {}).kinds == ["logits"] and testbed.statistics_for("tent", {}) is None
     plain = open_testbed(selection=Selection(images=4), tuned=False, needed=())
     assert plain.options("tent") == {} and plain.options("dda") == acclimate.bundled.ASSETS["dda"] and not plain.statistics
     adapter = testbed.adapted("eata", seed=3)

@@ -31,6 +31,7 @@ HERE = Path(__file__).parent
 WEIGHTS = HERE / "vit.safetensors"
 TUNED = HERE / "tuned.json"
 STATISTICS = HERE / "statistics.safetensors"
+LOGITS = HERE / "logits.safetensors"
 PROMPTS = HERE / "prompts.safetensors"
 DENOISER = HERE / "denoiser.safetensors"
 CLASSES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
@@ -118,6 +119,13 @@ def statistics() -> SourceStatistics:
     return SourceStatistics.load(STATISTICS)
 
 
+def logits() -> SourceStatistics:
+    """Return the logits of the 2000 clean images for tuning under this model, made by `tools/bundled_statistics.py`."""
+    from ...core.statistics import SourceStatistics
+
+    return SourceStatistics.load(LOGITS)
+
+
 def prompts() -> SourceStatistics:
     """Return the prompts for DePT-G that `tools/bundled_prompts.py` trained for this model."""
     from ...core.statistics import SourceStatistics
@@ -126,11 +134,11 @@ def prompts() -> SourceStatistics:
 
 
 def source_statistics(needed: Collection[str] | None = None) -> list[SourceStatistics]:
-    """Return the statistics and the prompts, or those of them that contain a needed kind."""
+    """Return the statistics, the logits and the prompts, or those of them that contain a needed kind."""
     if needed is not None and not needed:
         return []
-    both = [statistics(), prompts()]
-    return both if needed is None else [found for found in both if {*needed} & {*found.kinds}]
+    every = [statistics(), logits(), prompts()]
+    return every if needed is None else [found for found in every if {*needed} & {*found.kinds}]
 
 
 def read(folder: Path, part: str) -> Images:
