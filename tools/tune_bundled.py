@@ -46,6 +46,7 @@ SPACE: dict[str, Callable[[float], Any]] = {
     "lr, of prompts": lambda u: rounded(10 ** (-3 + 4 * u)),
     "sigma": lambda u: rounded(10 ** (-1.5 + 2 * u)),
     "discrepancy": lambda u: rounded(10 ** (-1.5 + 2 * u)),
+    "tau": lambda u: rounded(10 ** (-2 + 2 * u)),  # above 0.3 the regions of most images contain other classes
 }
 SAR = ["lr", "margin", "recovery"]
 TUNABLE = {
@@ -71,6 +72,11 @@ TUNABLE = {
     "vpt": ["lr, of prompts", "margin", "recovery"],
     "foa": ["sigma", "discrepancy"],
     "dept-g": ["lr"],
+    "poem": ["lr", "margin"],
+    "rem": ["lr, of Adam"],
+    "recap": ["lr", "tau", "recovery"],
+    "moetta": ["lr"],
+    "actmad": ["lr"],
 }
 COSTLY = {"memo": 20, "foa": 200, "dept-g": 200}  # images of each corruption
 SEVERITY = {"speckle_noise": 5, "gaussian_blur": 2, "spatter": 5, "saturate": 5}

@@ -186,7 +186,7 @@ def test_bad_input_is_refused():
 def test_command(tmp_path, capsys):
     out = tmp_path / "s.safetensors"
     assert cli.main(["source-statistics", "--images", "20", "--batch-size", "8", "--out", str(out)]) == 0
-    assert "fisher, features, class_tokens; samples 20, batch_size 8, labels given" in capsys.readouterr().out
+    assert "fisher, features, class_tokens, logits; samples 20, batch_size 8, labels given" in capsys.readouterr().out
     model = acclimate.adapt(acclimate.bundled.model(), "eata", source_statistics=out)
     assert all(f.isfinite().all() and f.any() for f in model.method.fisher)
     for wrong, message in (

@@ -55,7 +55,7 @@ def add(commands: Commands) -> None:
         "--source-statistics",
         type=input_files,
         metavar="FILES",
-        help="for methods that need them: of source-statistics for eata, cfa and foa, of train-prompts for dept-g",
+        help="for methods that need them: of train-prompts for dept-g, and of source-statistics for the others",
     )
     add_data(what)
     add_selection(what)

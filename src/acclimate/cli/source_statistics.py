@@ -32,9 +32,9 @@ def add(commands: Commands) -> None:
     statistics = new_command(
         commands,
         "source-statistics",
-        help="compute what EATA, CFA and FOA need to know of the source data",
+        help="compute what EATA, CFA, FOA, POEM, ReCAP and ActMAD need to know of the source data",
         description="Pass clean source images through a model and keep the statistics that some methods need: the Fisher "
-        "information of the norms, moments and class means of the features, and how the class tokens are spread.",
+        "information of the norms, moments and class means of the features, spreads of class tokens, and the logits.",
         epilog=EPILOG,
     )
     what = statistics.add_argument_group("what")
@@ -45,7 +45,7 @@ def add(commands: Commands) -> None:
 
     how = statistics.add_argument_group("how")
     how.add_argument(
-        "--kinds", type=words, default="fisher,features,class_tokens", metavar="LIST", help="default: %(default)s"
+        "--kinds", type=words, default="fisher,features,class_tokens,logits", metavar="LIST", help="default: %(default)s"
     )
     how.add_argument("--images", type=whole(1), default=2000, metavar="N", help="drawn at random; default: %(default)s")
     how.add_argument(

@@ -63,9 +63,9 @@ def adapt(
         mean: The mean with which the images were normalised, as one number or one per channel. Methods that augment pixels
             need it. It may be left out for a timm model, whose `pretrained_cfg` contains it.
         std: The standard deviation with which the images were normalised, in the same form as `mean`.
-        source_statistics: Statistics of the source data, or the file that they were saved to. EATA, CFA and FOA need
-            statistics that `acclimate.source_statistics` computes; DePT-G needs prompts that `acclimate train-prompts`
-            trains. Other methods ignore them.
+        source_statistics: Statistics of the source data, or the file that they were saved to. EATA, CFA, FOA, POEM, ReCAP
+            and ActMAD need statistics that `acclimate.source_statistics` computes; DePT-G needs prompts that `acclimate
+            train-prompts` trains. Other methods ignore them.
         group: A `torch.distributed` process group whose ranks adapt to one stream together. Every rank wraps an equal model,
             passes its share of each batch, which may be empty, and gets the logits of that share. The update is that of the
             whole batch, and the same on all ranks. Without a group, the ranks that torchrun starts share nothing, and each
