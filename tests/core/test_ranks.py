@@ -100,6 +100,11 @@ def dct(rank, folder):
     return go(wrap("dct"), tiny_batches(5))
 
 
+@scene
+def recentred(rank, folder):
+    return go(wrap("tent", recentre=True), tiny_batches(5))
+
+
 # methods that compare, remember or shuffle samples
 BESIDE = ("t3a", "lame", "deyo", "zerosiam", "spa", "neo", "rem", "moetta")
 SCENES |= {name: lambda rank, folder, name=name: go(wrap(name), tiny_batches(5)) for name in BESIDE}
@@ -458,7 +463,7 @@ def require_one_run(ranks, alone):
     "name",
     [
         *("tent", "sar", "dct", "eata", "cfa", "foa", "rdumb", "delta", "poem", "recap", "actmad"),
-        *("after", "none_reliable", "recovery"),
+        *("recentred", "after", "none_reliable", "recovery"),
     ],
 )
 def test_two_ranks_adapt_as_one_process(pair, name):

@@ -48,7 +48,7 @@ def add(commands: Commands) -> None:
         "--methods",
         type=words,
         metavar="LIST",
-        help="default: source,tent,sar,dct; with options: dct:lr=0.01; from a file: mine.py",
+        help="default: source,tent,sar,dct; with options: dct:lr=0.01, dct:recentre=True; from a file: mine.py",
     )
     add_model(what)
     what.add_argument(

@@ -42,6 +42,7 @@ def adapt(
     mean: float | Sequence[float] | None = None,
     std: float | Sequence[float] | None = None,
     source_statistics: SourceStatistics | str | PathLike[str] | None = None,
+    recentre: bool | str | None = None,
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Adapter:
@@ -66,6 +67,11 @@ def adapt(
         source_statistics: Statistics of the source data, or the file that they were saved to. EATA, CFA, FOA, POEM, ReCAP
             and ActMAD need statistics that `acclimate.source_statistics` computes; DePT-G needs prompts that `acclimate
             train-prompts` trains. Other methods ignore them.
+        recentre: Whether to subtract the centre of the stream from the features before the head. This removes the
+            displacement that a domain shift gives to all features. True selects "order", which takes the mean of the
+            features if the order of the stream is random, and otherwise corrects it for the classes of the stream. The
+            other forms are "mean" (as NEO) and "class" (always corrected). The head must be linear. By default the method
+            decides; most do not recentre.
         group: A `torch.distributed` process group whose ranks adapt to one stream together. Every rank wraps an equal model,
             passes its share of each batch, which may be empty, and gets the logits of that share. The update is that of the
             whole batch, and the same on all ranks. Without a group, the ranks that torchrun starts share nothing, and each
@@ -88,7 +94,7 @@ def adapt(
     ranks = _ranks(group, model)
     with ranks.together():
         statistics = None if source_statistics is None else SourceStatistics.opened(source_statistics)
-        shared = Options(classes, predict, guard, micro_batch, precision, compile, seed, mean, std)
+        shared = Options(classes, predict, guard, micro_batch, precision, compile, seed, mean, std, recentre)
         return Adapter(model, create_method(method, options), shared, statistics=statistics, ranks=ranks)
 
 

@@ -32,6 +32,7 @@ from .engine import Engine, columns_of, entropy, require_finite
 from .method import Method, Setup, Step
 from .options import COST_ONLY, Options
 from .ranks import Ranks, SingleProcess
+from .recentre import Recentring, form_of
 from .registry import is_registered
 from .state import Snapshot, State
 from .statecheck import require_model_parts, require_parts
@@ -147,13 +148,14 @@ class Adapter(nn.Module):
             self.method = method
             self.guard = options.new_guard()
             self.record: Record | None = None
-            self._options = options.header(self.engine.classes)
+            self.recentring = self.engine.recentring
+            self._options = options.header(self.engine.classes, None if self.recentring is None else self.recentring.form)
             self._lock = threading.RLock()
             self._change = Change()
             self._stage = "wrapped"  # then "unwrapping" and "unwrapped"
             adapted = self.engine.adapted.tensors
             self._after = options.predict == "after" and bool(adapted) and not method.info.predicts_after
-            self._learns = bool(adapted) or any(True for _ in method.buffers())
+            self._learns = bool(adapted) or any(True for _ in method.buffers()) or self.recentring is not None
             self.state = State(self.engine, method, self.guard)
             self._last: Snapshot | None = None  # of the user, for `rollback`
             self._good: Snapshot | None = None  # of the guard, from before any collapse
@@ -188,6 +190,12 @@ class Adapter(nn.Module):
         rng = torch.Generator().manual_seed(options.seed)
         classes = columns_of(options.classes, vit.classes)
         adapted = list(method.attach(vit, Setup(rng, statistics if needs else None, classes)))
+        form = form_of(options.recentre, method.info.recentre)
+        if form is not None and options.compile:
+            raise ConfigError("recentre reads the features of every pass, which a compiled model hides: leave out compile=.")
+        if form is not None:
+            vit.require_logits_of_head()
+            vit.head_weight()  # raises an error if there is none
         vit.shorten()
         names = self._wrapped.names(method)
         return Engine(
@@ -200,6 +208,7 @@ class Adapter(nn.Module):
             normalisation=known,
             rng=rng,
             ranks=ranks,
+            recentring=None if form is None else Recentring(vit, len(classes or range(vit.classes)), form),
         )
 
     def _require_type(self, dtype: torch.dtype, method: Method, precision: str) -> None:
@@ -350,7 +359,8 @@ class Adapter(nn.Module):
                     state.follow(samples)
                 else:
                     state.start(samples)
-                step = method.step(images, engine)
+                with engine.observing(images):
+                    step = method.step(images, engine)
                 if self._after:
                     step.logits = method.predict(images, engine)
                 engine.micro_batches.kept_share.fill_(step.used / samples)
@@ -593,8 +603,8 @@ class Adapter(nn.Module):
             self._require_type(example.dtype, self.method, self._options["precision"])
             if example.dtype is not vit.dtype:
                 self._fingerprint = None
-            parts = [*self.method.modules(), *(self.guard.modules() if self.guard is not None else ())]
-            parts = [module for module in parts if not getattr(module, "of_the_models_type", False)]
+            owners = [owner for owner in (self.method, self.guard, self.recentring) if owner is not None]
+            parts = [m for owner in owners for m in owner.modules() if not getattr(m, "of_the_models_type", False)]
             remembered = [(module, name, buffer) for module in parts for name, buffer in module.named_buffers(recurse=False)]
             with self._wrapped.converting(fn):
                 super()._apply(fn, recurse)

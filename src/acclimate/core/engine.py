@@ -8,8 +8,8 @@ backward pass, unless most samples of their micro-batch are kept: then a second 
 The same holds for several processes. Each rank of a group passes its share of a batch, and sums and counts are added up over
 the ranks before the division.
 
-An engine has four parts: the passes, which are defined here, the parameters that adapt (`engine.adapted`), the micro-batches
-(`engine.micro_batches`), and the ranks (`engine.ranks`).
+An engine has five parts: the passes, which are defined here, the parameters that adapt (`engine.adapted`), the micro-batches
+(`engine.micro_batches`), the ranks (`engine.ranks`), and perhaps a centre of the features (`engine.recentring`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, ModelError, NonFiniteError
 from ..models.normalisation import Normalisation, unknown_normalisation
-from ..models.surgery import remove_captures
+from ..models.surgery import capture, remove_captures
 from ..models.view import ViT, layer_without_gradient, require_gradient, samples_interact
 from .microbatches import MicroBatches, Rows
 from .parameters import AdaptedParameters
 from .ranks import SingleProcess
+
+if TYPE_CHECKING:
+    from .recentre import Recentring
 
 Objective = Callable[..., tuple[Tensor, Tensor]]
 """The type of an objective: a function that returns a loss per sample, and a mask of the samples to learn from.
@@ -74,6 +77,7 @@ class GradientResult:
     kept: Tensor
     used: int = 0  # samples that were kept
     loss: float = float("nan")  # mean loss over the kept samples; NaN if there are none
+    features: Tensor | None = None  # that entered the head, if recentring needs them
 
 
 class PassCount:
@@ -118,6 +122,7 @@ class Engine:
         normalisation: The normalisation of the images; None if it is not known.
         rng: The generator of all random numbers of a method. Ranks that share a batch must draw the same numbers.
         ranks: The processes that share every batch.
+        recentring: The centre that is subtracted from the features before the head, or None.
     """
 
     def __init__(
@@ -132,6 +137,7 @@ class Engine:
         normalisation: Normalisation | None = None,
         rng: torch.Generator,
         ranks: SingleProcess | None = None,
+        recentring: Recentring | None = None,
     ) -> None:
         self._dtype = PRECISIONS[precision]
         self.vit = vit
@@ -155,6 +161,8 @@ class Engine:
         self.loss_scale = torch.tensor(2.0**14 if precision == "float16" else 1.0)
         self.batch_size = torch.tensor(0)  # that the learning rates are for; 0 before the first batch
         self.passes = PassCount()  # counted since the model was wrapped
+        self.recentring = recentring
+        self._unobserved: Tensor | None = None  # the batch of this step, until a pass has shown its features
         self._without_gradient = layer_without_gradient(vit.model)
         self._compile = compile
         self._logits = self._compiled()
@@ -194,23 +202,32 @@ class Engine:
         self.passes.add(forward=len(images))
         with self.autocast():
             logits = (passed or self._logits)(images)
-        return self._target(logits)
+        return self._recentred(logits)
 
     def forward_features(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits, and the features that enter the head, (batch, width of the head)."""
-        return self.forward_with(self.vit.features, images)
+        """Return the logits, and the features that enter the head, (batch, width of the head).
+
+        With recentring, the centre is subtracted from these.
+        """
+        logits, features = self.forward_with(self.vit.features, images)
+        return logits, self.centred(features)
 
     def forward_with(self, passed: Callable[[Tensor], tuple[Tensor, Tensor]], images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits, and what else a function from images to more outputs and logits returns."""
         self.passes.add(forward=len(images))
         with self.autocast():
             more, logits = passed(images)
-        return self._target(logits), _full(more)
+        return self._recentred(logits), _full(more)
+
+    def centred(self, features: Tensor) -> Tensor:
+        """Return features, as they enter the head, without the centre, if the adapter has recentring."""
+        return features if self.recentring is None else features - self.recentring.centre.to(features.dtype)
 
     def classify(self, features: Tensor) -> Tensor:
         """Return the logits of the target's classes for features of any floating-point type.
 
-        A method that uses this calls `vit.require_logits_of_head()` in `attach`.
+        With recentring, the features are given without the centre. A method that uses this calls
+        `vit.require_logits_of_head()` in `attach`.
         """
         with self.autocast():
             return self._target(self.vit.head(features.to(self.vit.dtype)))
@@ -224,18 +241,61 @@ class Engine:
         logits = _full(logits)
         return logits if self.classes is None else logits[:, self.classes]
 
+    def _recentred(self, logits: Tensor) -> Tensor:
+        """Return the logits of the target's classes that the model has without the centre of its features."""
+        logits = self._target(logits)
+        if self.recentring is None:
+            return logits
+        rows = self._rows().to(logits.dtype)
+        return logits - rows @ self.recentring.centre.to(logits.dtype)
+
+    def _rows(self) -> Tensor:
+        """Return the rows of the head of the target's classes."""
+        weight = self.vit.head_weight()
+        return weight if self.classes is None else weight[self.classes]
+
+    # ---- recentring -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def observing(self, images: Tensor) -> Iterator[None]:
+        """Move the centre to the batch of a step inside the block, by the first pass of this batch.
+
+        The pass returns logits with the new centre, while a loss in it is computed with the centre from before. If the
+        block contains no such pass, the batch is passed once more at the end.
+        """
+        self._unobserved = images if self.recentring is not None else None
+        yield
+        if self._unobserved is not None:
+            self.predict(images)
+
+    def _shifted(self, features: Tensor, logits: Tensor) -> Tensor:
+        """Move the centre to a batch, and return its logits with the new centre."""
+        assert self.recentring is not None
+        self._unobserved = None
+        everybody = self.ranks.gather(features), self.ranks.gather(logits.flatten(0, -2))
+        require_finite(*everybody)
+        before, rows = self.recentring.centre.clone(), self._rows().detach()
+        self.recentring.observe(*everybody, rows)
+        return logits - rows.to(logits.dtype) @ (self.recentring.centre - before).to(logits.dtype)
+
+    def _with_features(self, passed: Callable[..., tuple[Tensor, ...]], part: Rows) -> tuple[Tensor, ...]:
+        """Return the outputs of a pass, and then the features that entered the head."""
+        with capture([self.vit.head], first=True) as seen:  # a pass may contain further ones, of other views
+            outputs = passed(*part)
+        return *outputs, _full(seen[self.vit.head].inputs.detach())
+
     # ---- a batch without gradients ----------------------------------------------------------------------------
 
     def predict(self, images: Tensor) -> Tensor:
         """Return the logits of a batch."""
-        if not len(images):
+        if not len(images) and images is not self._unobserved:
             return self._empty(images).logits
-        return self.map(torch.no_grad()(lambda part: (self.forward(part),)), (images,))[0]
+        return self.evaluate(images, lambda part: (self.forward(part),))[0]
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of a batch, and the features that enter the head."""
-        logits, features = self.evaluate(images, self.forward_features)
-        return logits, features
+        """Return the logits of a batch, and the features that enter the head, without the centre of recentring."""
+        logits, features = self.evaluate(images, lambda part: self.forward_with(self.vit.features, part))
+        return logits, self.centred(features)
 
     def class_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of a batch, and the class tokens after all blocks (`ViT.class_tokens`)."""
@@ -243,11 +303,21 @@ class Engine:
         return logits, tokens
 
     def evaluate(self, images: Tensor, forward: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """Return the outputs of a given forward pass, which must treat each sample on its own."""
-        passed = torch.no_grad()(forward)
-        if not len(images):  # some models fail on an empty batch: get the shapes from one image
-            return tuple(output[:0] for output in passed(images.new_zeros(1, *images.shape[1:])))
-        return self.map(passed, (images,))
+        """Return the outputs of a given forward pass, logits first. It must treat each sample on its own."""
+        observed = images is self._unobserved
+
+        @torch.no_grad()
+        def passed(*part: Tensor) -> tuple[Tensor, ...]:
+            return self._with_features(forward, part) if observed else forward(*part)
+
+        if len(images):
+            outputs = self.map(passed, (images,))
+        else:  # some models fail on an empty batch: get the shapes from one image
+            outputs = tuple(output[:0] for output in passed(images.new_zeros(1, *images.shape[1:])))
+        if observed:
+            logits, *others, features = outputs
+            return self._shifted(features, logits), *others
+        return outputs
 
     def map(self, work: Callable[..., tuple[Tensor, ...]], batch: Rows, *, size: int | None = None) -> tuple[Tensor, ...]:
         """Apply a function to every micro-batch, and concatenate the results.
@@ -296,22 +366,24 @@ class Engine:
             NonFiniteError: If the gradient or a logit is not finite. Only the loss scale of float16 has then changed.
         """
         require_gradient(self._without_gradient)
+        if images is self._unobserved and self.recentring is not None and self.recentring.is_empty:
+            self.predict(images)  # the first batch of a stream needs a centre before the loss
+        observed = images is self._unobserved and candidates is None
         batch = (images, *extras)
         if candidates is not None and self.samples_interact:
             objective = _restricted(objective, candidates)
         elif candidates is not None:
             batch = tuple(tensor[candidates] for tensor in batch)
 
-        def passed(part: Rows) -> tuple[Tensor, Tensor, Tensor]:
-            outputs = (self.forward(part[0]),) if forward is None else forward(*part)
-            return outputs[0], *objective(*outputs, *part[1:])
+        def passed(*part: Tensor) -> tuple[Tensor, ...]:
+            return (self.forward(part[0]),) if forward is None else forward(*part)
 
         @torch.enable_grad()
         def work(parts: Iterable[Rows]) -> tuple[list[GradientResult], list[Tensor] | None]:
             results: list[GradientResult] = []
             total: list[Tensor] | None = None
             for part in parts:
-                result, loss = self._pass(part, passed)
+                result, loss = self._pass(part, passed, objective, observed)
                 results.append(result)
                 if loss is not None:
                     total = self._accumulate(total, loss)
@@ -321,6 +393,8 @@ class Engine:
         seen = [result for results, _ in done for result in results] or [self._empty(batch[0])]
         logits, losses, kept = (torch.cat([getattr(s, name) for s in seen]) for name in ("logits", "losses", "kept"))
         require_finite(logits)
+        if observed:
+            logits = self._shifted(self._features_of(seen), logits)
         used, loss = self.ranks.mean(losses[kept])
         self._set_gradient([total for _, total in done if total is not None], used)
         return GradientResult(logits, losses, kept, used, loss)
@@ -330,19 +404,30 @@ class Engine:
         losses = torch.zeros(0, dtype=torch.promote_types(images.dtype, torch.float32), device=images.device)
         return GradientResult(losses.new_zeros(*images.shape[:-3], self.num_classes), losses, losses > 0)
 
+    def _features_of(self, seen: Sequence[GradientResult]) -> Tensor:
+        """Return the features of all parts of a batch. An empty batch has none."""
+        parts = [result.features for result in seen if result.features is not None]
+        return torch.cat(parts) if parts else seen[0].losses.new_zeros(0, self.vit.head.in_features)
+
     def _pass(
-        self, part: Rows, passed: Callable[[Rows], tuple[Tensor, Tensor, Tensor]]
+        self, part: Rows, passed: Callable[..., tuple[Tensor, ...]], objective: Objective, observed: bool
     ) -> tuple[GradientResult, Tensor | None]:
         """Pass one micro-batch, and return its result and the summed loss of the kept samples, with its graph."""
-        logits, losses, kept = passed(part)
-        result, used = GradientResult(logits.detach(), losses.detach(), kept), int(kept.sum())
+        features = None
+        if observed:
+            *outputs, features = self._with_features(passed, part)
+        else:
+            outputs = list(passed(*part))
+        losses, kept = objective(*outputs, *part[1:])
+        result, used = GradientResult(outputs[0].detach(), losses.detach(), kept, features=features), int(kept.sum())
         if not used:
             return result, None
         if 2 * used < len(kept) and not self.samples_interact:
             # a second forward pass of the few kept samples costs less than a backward pass of all samples
-            logits = losses = torch.empty(0)  # free the large graph first
+            outputs, losses = [], torch.empty(0)  # free the large graph first
             self.passes.add(backward=used)
-            return result, passed(tuple(tensor[kept] for tensor in part))[1].sum()
+            part = tuple(tensor[kept] for tensor in part)
+            return result, objective(*passed(*part), *part[1:])[0].sum()
         self.passes.add(backward=len(kept))
         return result, losses[kept].sum()
 
@@ -381,6 +466,7 @@ class Engine:
 
     def tidy(self) -> None:
         """Undo what an interrupted pass may have left: borrowed memory, gradients, and hooks on the model."""
+        self._unobserved = None
         self.adapted.use_own()
         self.adapted.set_gradient(None)
         remove_captures(self.vit.model)

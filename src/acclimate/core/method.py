@@ -57,6 +57,7 @@ class Info:
         float16: Whether weights in float16 can adapt. The squared gradients of Adam are too small for that type.
         far_from_source: Whether the method moves its parameters far from the source values on purpose. If so, a large drift
             is no sign of a collapse.
+        recentre: The form of recentring that the method uses by default; None for none.
         quick: Options that the conformance suite uses if the defaults would take long, or do not suit its tiny models.
         exceptions: Checks of the conformance suite that the method cannot pass, each with the reason.
     """
@@ -71,6 +72,7 @@ class Info:
     predicts_after: bool = False
     float16: bool = True
     far_from_source: bool = False
+    recentre: str | None = None
     quick: Mapping[str, Any] = field(default_factory=dict)
     exceptions: Mapping[str, str] = field(default_factory=dict)
 

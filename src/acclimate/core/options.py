@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import ConfigError, require_whole
 from .engine import PRECISIONS
 from .guard import Guard
+from .recentre import form_of
 
 COST_ONLY = {"micro_batch", "compile"}  # options that change the cost of a run, and the result only by rounding
 
@@ -29,6 +30,7 @@ class Options:
     seed: int = 0
     mean: float | Sequence[float] | None = None
     std: float | Sequence[float] | None = None
+    recentre: bool | str | None = None
 
     def __post_init__(self) -> None:
         if self.predict not in ("before", "after"):
@@ -38,6 +40,7 @@ class Options:
         if not isinstance(self.precision, str) or self.precision not in PRECISIONS:
             raise ConfigError(f"precision={self.precision!r}: choose one of {', '.join(PRECISIONS)}.")
         require_whole(0, seed=self.seed)
+        form_of(self.recentre, None)  # raises an error if there is no such form
         if not isinstance(self.compile, (bool, str)):
             raise ConfigError(f"compile={self.compile!r}: give True, False, or the name of a backend.")
         if isinstance(self.compile, str) and self.compile not in torch.compiler.list_backends(exclude_tags=()):
@@ -57,8 +60,13 @@ class Options:
             return None
         return Guard(**(self.guard.config if isinstance(self.guard, Guard) else {}))
 
-    def header(self, classes: list[int] | None) -> dict[str, Any]:
-        """Return the options in the form of a state file, with `classes` as checked columns of the head."""
+    def header(self, classes: list[int] | None, form: str | None) -> dict[str, Any]:
+        """Return the options in the form of a state file.
+
+        Args:
+            classes: Checked columns of the head.
+            form: The form of recentring.
+        """
         guard = self.new_guard()
         return {
             "classes": classes,
@@ -69,6 +77,7 @@ class Options:
             "seed": self.seed,
             "mean": _plain(self.mean),
             "std": _plain(self.std),
+            "recentre": form or False,
         }
 
 

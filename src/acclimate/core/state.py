@@ -36,7 +36,7 @@ class Snapshot(Mapping[str, Tensor]):
 
 
 class State:
-    """The state of an adapter: adapted parameters, buffers of method and guard, optimizer, counters, and generator.
+    """The state of an adapter: adapted parameters, buffers of method, guard and recentring, optimizer, counters, generator.
 
     Args:
         engine: The engine of the adapter.
@@ -58,6 +58,8 @@ class State:
         live |= {f"method/{name}": buffer for name, buffer in self._method.named_buffers()}
         if self._guard is not None:
             live |= {f"guard/{name}": tensor for name, tensor in self._guard.state_dict().items()}
+        if self._engine.recentring is not None:
+            live |= {f"recentre/{name}": buffer for name, buffer in self._engine.recentring.named_buffers()}
         live |= {"loss_scale": self._engine.loss_scale, "kept_share": self._engine.micro_batches.kept_share}
         return live | {"steps": self.steps, "batch_size": self.batch_size}
 
@@ -108,7 +110,8 @@ class State:
         def owned(tensor: Tensor) -> Tensor:
             return tensor.clone() if tensor.device.type == "cpu" and tensor.is_shared() else tensor
 
-        engine, modules = self._engine, [self._method, *([] if self._guard is None else [self._guard])]
+        engine = self._engine
+        modules = [module for module in (self._method, self._guard, engine.recentring) if module is not None]
         counters = [self.steps, self.batch_size, engine.loss_scale, engine.micro_batches.kept_share]
         kept = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
         for tensor in (*engine.adapted.tensors, *kept, *counters):
@@ -170,7 +173,7 @@ class State:
         """Return the ranges of those tensors of the state that have one."""
         ranges: dict[str, Range] = {"steps": COUNT, "batch_size": (0, 2**31 - 1)}
         ranges |= {"loss_scale": (1, MOST_LOSS_SCALE), "kept_share": (0, math.inf)}
-        modules = {"method": self._method, "guard": self._guard}
+        modules = {"method": self._method, "guard": self._guard, "recentre": self._engine.recentring}
         for part, module in ((part, module) for part, module in modules.items() if module is not None):
             for path, child in module.named_modules():
                 above = f"{part}/{path}." if path else f"{part}/"

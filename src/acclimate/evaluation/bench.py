@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from ..core.registry import DEFAULT_METHODS, create_method
+from ..core.registry import DEFAULT_METHODS
 from ..data.catalog import Data, Selection
 from ..data.corruptions import SEVERITIES
 from ..data.domains import Domain
@@ -19,7 +19,7 @@ from ..data.streams import ARRANGEMENTS, Stream, canonical_setting
 from ..errors import ConfigError, require_whole
 from .grid import Execution, run_grid
 from .results import Results
-from .spec import Protocol
+from .spec import Protocol, method_of
 from .store import Outcome, Store
 from .testbed import BUNDLED, Statistics, open_testbed
 
@@ -62,8 +62,8 @@ def bench(
         model: A model, "bundled", the name of a timm model with its tag, or a file of `acclimate train-source`.
         data: The name of a data set (`acclimate data list`), an opened data set, or domains.
         root: The folder of the data set.
-        methods: Names of methods, Python files that register a method, or pairs of these with options. A method may occur
-            several times with different options.
+        methods: Names of methods, Python files that register a method, or pairs of these with options, among which may be
+            `recentre`. A method may occur several times with different options.
         settings: One or several of `acclimate.data.streams.SETTINGS`, or settings joined by a plus sign.
         seeds: The seeds of the orders of the streams and of the methods.
         corruptions: The corruptions. Default: all 15, for the bundled images one of each group. "clean" selects clean
@@ -112,7 +112,7 @@ def bench(
     pairs = methods.items() if isinstance(methods, Mapping) else [(m, {}) if isinstance(m, str) else m for m in methods]
     authors: dict[str, Any] = {"reference": True} if reference else {}
     # raises an error for a wrong name before the data is opened
-    needed = {kind for method, options in pairs for kind in create_method(method, {**options, **authors}).info.needs}
+    needed = {kind for method, options in pairs for kind in method_of(method, {**options, **authors}).info.needs}
 
     testbed = open_testbed(
         model,

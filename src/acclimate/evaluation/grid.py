@@ -25,7 +25,7 @@ from rich.console import Console
 from ..core.console import PlainConsole
 from ..core.method import Method
 from ..core.processes import GRACE_SECONDS, MOST_PROCESSES, interrupts_held
-from ..core.registry import create_method, find_method
+from ..core.registry import find_method
 from ..core.statistics import SourceStatistics, require_statistics
 from ..data.catalog import Data
 from ..data.disk import Files
@@ -35,7 +35,7 @@ from ..errors import AcclimateError, ConfigError, require_between, require_whole
 from .jobs import POLL_SECONDS, Finished, Job, Payload, Presents, pack, run_in_worker, run_job, start_worker
 from .progress import ProgressView
 from .run import Result
-from .spec import Protocol, describe, specify
+from .spec import Protocol, describe, method_of, specify
 from .store import Outcome, Store
 from .testbed import Testbed
 
@@ -147,7 +147,7 @@ def _jobs(
     chosen = [
         (find_method(method), options) for method, options in (methods.items() if isinstance(methods, Mapping) else methods)
     ]
-    made = [(create_method(method, options), dict(options)) for method, options in chosen]
+    made = [(method_of(method, options), dict(options)) for method, options in chosen]
     known = [_statistics(testbed, method, options, described) for method, options in made]
     jobs = []
     for stream in streams:

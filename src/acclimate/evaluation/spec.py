@@ -19,6 +19,7 @@ from .. import __version__
 from ..core.digests import digest_json
 from ..core.files import file_digest
 from ..core.method import Method
+from ..core.recentre import form_of
 from ..core.registry import code_digest, create_method
 from ..core.statistics import SourceStatistics
 from ..data.domains import Domain, DomainKey
@@ -118,6 +119,11 @@ class Spec:
         }
 
 
+def method_of(method: str | type[Method], options: Mapping[str, Any]) -> Method:
+    """Return the method of a run, whose options may include `recentre`, which is an option of the adapter."""
+    return create_method(method, {name: value for name, value in options.items() if name != "recentre"})
+
+
 def specify(
     stream: Stream,
     method: str | type[Method],
@@ -134,16 +140,19 @@ def specify(
     Args:
         stream: The stream.
         method: The method, by name or class.
-        options: The options of the method.
+        options: The options of the method, and perhaps `recentre`.
         model: A description of the model, from `describe`.
         dataset: The name of the data set.
         protocol: The protocol of all runs of the bench.
         source_statistics: The source statistics, for a method that needs some.
         shown: The stream that the method gets, if it differs from `stream`.
     """
-    made = create_method(method, options)
+    made = method_of(method, options)
     config = {name: _kept(value) for name, value in made.config.items()}
     defaults = {name: _kept(p.default) for name, p in made.options().items()}
+    form = form_of(options.get("recentre"), made.info.recentre)
+    if form or made.info.recentre:
+        config["recentre"], defaults["recentre"] = form or False, made.info.recentre
     config |= _contents(made)
     if source_statistics is not None and made.info.needs:
         config["source statistics"] = source_statistics.identity

@@ -13,7 +13,6 @@ from torch import nn
 from ..core.adapt import adapt
 from ..core.adapter import Adapter
 from ..core.method import Method
-from ..core.registry import create_method
 from ..core.statistics import SourceStatistics, choose_statistics
 from ..data.catalog import Data, Selection, find_data_set, open_data
 from ..data.domains import Domain
@@ -21,6 +20,7 @@ from ..data.preprocess import Preprocess
 from ..errors import ConfigError
 from ..models.loading import SourceModel, pick_device, source_model
 from ..models.normalisation import processor_normalisation
+from .spec import method_of
 
 BUNDLED = "bundled"  # the default model and data
 Statistics = SourceStatistics | str | os.PathLike[str]
@@ -59,7 +59,7 @@ class Testbed:
 
     def statistics_for(self, method: str | type[Method], options: Mapping[str, Any]) -> SourceStatistics | None:
         """Return the source statistics that a method with these options needs, or None if it needs none."""
-        needs = create_method(method, options).info.needs
+        needs = method_of(method, options).info.needs
         return choose_statistics(self.statistics, needs) if needs else None
 
     def adapted(self, method: str, *, seed: int = 0, batch_size: int = 64, **options: Any) -> Adapter:

@@ -92,7 +92,8 @@ class CFA(Tent):
         def distance(features: Tensor, logits: Tensor) -> Tensor:
             return self.distance(features, logits, engine)
 
-        aligned = align(images, engine, engine.forward_features, distance)
+        # features without a centre that the adapter subtracts, as those of the source statistics
+        aligned = align(images, engine, lambda part: engine.forward_with(engine.vit.features, part), distance)
         self.shorten(engine)
         engine.adapted.update()
         return aligned

@@ -134,7 +134,7 @@ class FOA(Method):
             logits, tokens = engine.class_tokens(images)
         wide = tokens.double()
         total = entropy(logits).double().sum().expand(wide.shape[1])
-        return torch.stack([total, wide.sum(0), wide.square().sum(0)]), tokens[:, -len(self.average) :]
+        return torch.stack([total, wide.sum(0), wide.square().sum(0)]), engine.centred(tokens[:, -len(self.average) :])
 
     def fitness(self, sums: Tensor, count: int) -> Tensor:
         """Return the fitness of every candidate from its sums over `count` samples; lower is better."""

@@ -249,8 +249,8 @@ class Captured(NamedTuple):
 
 
 @contextmanager
-def capture(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Captured]]:
-    """Let the block read the latest inputs and outputs of these modules, in a dictionary by module.
+def capture(modules: Iterable[nn.Module], *, first: bool = False) -> Iterator[dict[nn.Module, Captured]]:
+    """Let the block read the latest inputs and outputs of these modules, or the first ones, in a dictionary by module.
 
     Inputs are taken before other hooks can change them, and outputs after that. Only passes in this thread are stored,
     because other threads pass other samples through the same modules.
@@ -267,7 +267,8 @@ def capture(modules: Iterable[nn.Module]) -> Iterator[dict[nn.Module, Captured]]
     @ours
     def after(module: nn.Module, args: tuple[Tensor, ...], out: Any) -> None:
         if threading.get_ident() == here:
-            seen[module] = Captured(entered.pop(module), out)
+            now = Captured(entered.pop(module), out)
+            seen[module] = seen.get(module, now) if first else now
 
     handles = []
     try:

@@ -201,7 +201,7 @@ def test_without_prompts_it_says_how_to_get_them(tmp_path):
     with pytest.raises(ConfigError, match=r"acclimate train-prompts .*random_prompts=True"):
         acclimate.adapt(tiny_vit(), "dept-g", **HOW)
     statistics = acclimate.source_statistics(tiny_vit(), tiny_batches(1)[0])
-    with pytest.raises(ConfigError, match=r"has fisher, features, class_tokens, not prompts.* train-prompts"):
+    with pytest.raises(ConfigError, match=r"has fisher, features, class_tokens, logits, not prompts.* train-prompts"):
         acclimate.adapt(tiny_vit(), "dept-g", source_statistics=statistics, **HOW)
     source = trained(tiny_vit())
     with pytest.raises(ConfigError, match="prompts=50: source_statistics= has 3"):

@@ -1,0 +1,238 @@
+"""Recentring: remove the displacement that a domain shift gives to the features of all images.
+
+Under fog, say, all features that enter the head move in the same direction, and the head names a few classes for everything.
+If a centre c of the stream is subtracted, the logits are W (f - c) + b. Nothing is learned by a gradient, and the mean comes
+from a pass that the method makes anyway. The idea is that of NEO (Murphy et al., ICLR 2026). The two corrected forms are
+our own.
+
+The mean of a stream that contains few classes also contains these classes, and to subtract it would remove what the head
+needs. The corrected forms estimate this part. Let g be the row of the head that is expected for an image, softmax(z) W. If
+the stream has all classes in equal shares, the mean of g is that of the rows of W. If not, features follow g with a slope a,
+which is estimated on the stream, and the centre is
+
+    c = mean(f) - share * a * (mean(g) - mean(W)).
+
+The slope is at most the one that makes the centre smallest, and the centre is then shortened by what few classes leave
+unknown about it. The correction has a price: it removes a part of the displacement as well. The form "order" therefore asks
+the stream whether it is needed, in two ways. If the order of the classes is not random, the variance of the means of groups
+of images exceeds that within groups. While there is a single class, which shows no such variance, predictions with the
+plain mean contain little information, and those with the corrected one are sure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..models.view import ViT
+from .engine import entropy
+from .statecheck import Range
+
+FORMS = {
+    "mean": "the mean of the features",
+    "class": "the mean without the part that is due to the classes of the stream",
+    "order": "the mean if the order of the stream is random, and otherwise without the part of the classes",
+}
+WINDOW = 512  # images after which the weight of an image in the centre has fallen to 1/e
+ORDER_WINDOW = 256  # the same for what is known about the order
+GROUP = 64  # images whose mean is compared with that of others
+RANDOM = 2.0  # largest ratio of the variances between and within groups for a random order
+INFORMED = 0.25  # least information of predictions of many classes, as a share of the largest possible one
+SURE = 0.45  # largest mean entropy of sure predictions, as a share of that of a uniform one
+TINY = 1e-12
+NOT_NEGATIVE: Range = (0, math.inf)
+
+
+def form_of(recentre: bool | str | None, default: str | None) -> str | None:
+    """Return the form that the option `recentre` selects, or None for no recentring.
+
+    Args:
+        recentre: The value of the option. None selects the default of the method.
+        default: The form that the method uses by default.
+    """
+    if recentre is None:
+        return default
+    if isinstance(recentre, bool):
+        return "order" if recentre else None
+    if recentre not in FORMS:
+        forms = ", ".join(f'"{name}" ({what})' for name, what in FORMS.items())
+        raise ConfigError(f"recentre={recentre!r}: choose True, False, {forms}.")
+    return recentre
+
+
+class Order(nn.Module):
+    """What is known about the order of a stream: groups of images are compared. Older groups have less weight.
+
+    Args:
+        like: A tensor of the type and on the device of the sums.
+        classes: Number of the target's classes.
+    """
+
+    ranges: Mapping[str, Range] = dict.fromkeys(
+        (
+            *("started", "started_spread", "started_entropy", "started_doubt"),
+            *("groups", "squared_groups", "images", "between", "within", "doubt"),
+        ),
+        NOT_NEGATIVE,
+    )
+
+    def __init__(self, like: Tensor, classes: int) -> None:
+        super().__init__()
+        self.started: Tensor  # images of the group that is not yet complete
+        self.started_mean: Tensor  # of their products with the head
+        self.started_spread: Tensor  # sum of the squared distances from that mean
+        self.started_prediction: Tensor  # sum of their predictions with the plain mean as the centre
+        self.started_entropy: Tensor  # sum of the entropies of these predictions
+        self.started_doubt: Tensor  # sum of the entropies of their predictions with the corrected centre
+        self.groups: Tensor  # weight of the complete groups
+        self.squared_groups: Tensor  # sum of the squared weights of single groups
+        self.images: Tensor  # weight of the images in complete groups
+        self.mean: Tensor
+        self.between: Tensor  # squared distances of the means of groups from the mean, times the images of a group
+        self.within: Tensor  # squared distances from the mean of the own group
+        self.information: Tensor  # of the predictions with the plain mean, times the images of a group
+        self.doubt: Tensor
+        for name in ("started_mean", "started_prediction", "mean"):
+            self.register_buffer(name, like.new_zeros(classes))
+        for name in ("information", *self.ranges):
+            self.register_buffer(name, like.new_zeros(()))
+
+    def add(self, products: Tensor, plain: Tensor, corrected: Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            products: The products of the features with the rows of the head.
+            plain: The logits with the plain mean as the centre.
+            corrected: The logits with the corrected centre.
+        """
+        count, mean = len(products), products.mean(0)
+        distance = mean - self.started_mean
+        common = self.started * count / (self.started + count)
+        self.started_spread.add_((products - mean).square().sum() + common * distance.square().sum())
+        self.started.add_(count)
+        self.started_mean.add_(distance * count / self.started)
+        self.started_prediction.add_(plain.softmax(-1).sum(0))
+        self.started_entropy.add_(entropy(plain).sum())
+        self.started_doubt.add_(entropy(corrected).sum())
+        if float(self.started) >= GROUP:
+            self._complete()
+
+    def _complete(self) -> None:
+        """Add the group that was started to the complete ones, and start another."""
+        count = self.started.clone()
+        classes = len(self.mean)
+        age = torch.exp(-count / ORDER_WINDOW)
+        whole = entropy((self.started_prediction / count).clamp_min(TINY).log())
+        most = math.log(min(classes, int(count))) or 1.0
+        old, distance = age * self.images, self.started_mean - self.mean
+        self.images.copy_(old + count)
+        self.mean.add_(distance * count / self.images)
+        for total, new in (
+            (self.groups, 1.0),
+            (self.between, old * count / self.images * distance.square().sum()),
+            (self.within, self.started_spread),
+            (self.information, (count * whole - self.started_entropy) / most),
+            (self.doubt, self.started_doubt / (math.log(classes) or 1.0)),
+        ):
+            total.mul_(age).add_(new)
+        self.squared_groups.mul_(age.square()).add_(1)
+        for name, buffer in self.named_buffers():
+            if name.startswith("started"):
+                buffer.zero_()
+
+    def ratio(self) -> float:
+        """Return the ratio of the variance between groups to that within groups.
+
+        It is near 1 if the order of the stream is random. It is infinite before two groups are complete.
+        """
+        groups = float(self.groups)
+        free = groups - float(self.squared_groups) / groups if groups else 0.0
+        within = float(self.within) / max(1.0, float(self.images) - groups)
+        return float(self.between) / free / within if free > 0 and within > 0 else math.inf
+
+    def share(self) -> float:
+        """Return the share of the correction for the classes of the stream that is needed."""
+        ratio, images = self.ratio(), float(self.images)
+        one_class = float(self.information) < INFORMED * images and float(self.doubt) < SURE * images
+        return 1.0 if one_class else 1 - RANDOM / ratio if ratio > RANDOM else 0.0
+
+
+class Recentring(nn.Module):
+    """The centre of a stream, and the sums from which it is computed. Older images have less weight in these.
+
+    Args:
+        vit: The model. Its head must be a linear function of the features.
+        classes: Number of the target's classes.
+        form: One of `FORMS`.
+    """
+
+    ranges: Mapping[str, Range] = dict.fromkeys(("images", "variance", "prediction"), NOT_NEGATIVE)
+
+    def __init__(self, vit: ViT, classes: int, form: str) -> None:
+        super().__init__()
+        self.form = form
+        self.centre: Tensor
+        self.images: Tensor  # their weight
+        self.mean: Tensor  # of the features
+        self.prediction: Tensor  # mean prediction
+        self.covariance: Tensor  # of the features with the expected rows, summed over the images and the dimensions
+        self.variance: Tensor  # of the expected rows, summed in the same way
+        like = torch.zeros((), dtype=vit.precise, device=vit.device)
+        for name in ("centre", "mean"):
+            self.register_buffer(name, like.new_zeros(vit.head.in_features))
+        self.register_buffer("prediction", like.new_zeros(classes))
+        for name in ("images", "covariance", "variance"):
+            self.register_buffer(name, like.clone())
+        self.order = Order(like, classes) if form == "order" else None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no image was observed yet."""
+        return not float(self.images)
+
+    @torch.no_grad()
+    def observe(self, features: Tensor, logits: Tensor, weight: Tensor) -> None:
+        """Move the centre to that of the stream with a further batch.
+
+        Args:
+            features: What enters the head, before the centre is subtracted.
+            logits: The logits with the present centre.
+            weight: The rows of the head of the target's classes.
+        """
+        features, logits, weight = (tensor.to(self.centre) for tensor in (features, logits, weight))
+        self._add(features, logits.softmax(-1), weight)
+        away = self.prediction @ weight - weight.mean(0)
+        slope = self.covariance / self.variance.clamp_min(TINY)
+        smallest = (self.mean @ away) / away.square().sum().clamp_min(TINY)
+        slope = slope.clamp(max=smallest).clamp(min=0)
+        if self.order is not None:
+            plain = logits + weight @ (self.centre - self.mean)
+            self.order.add(features @ weight.T, plain, plain + weight @ away * slope)
+        share = float(self.form == "class") if self.order is None else self.order.share()
+        self.centre.copy_(self.mean - share * slope * away)
+        # the variance of the mean of so few classes
+        few = self.prediction.square().sum() - 1 / len(weight)
+        unknown = slope.square() * (weight - weight.mean(0)).square().sum(1).mean() * few
+        self.centre.mul_((1 - share * unknown / self.centre.square().sum().clamp_min(TINY)).clamp(min=0))
+
+    def _add(self, features: Tensor, predictions: Tensor, weight: Tensor) -> None:
+        """Add a batch to the mean features and predictions, and to the covariance of features with expected rows."""
+        count, mean, prediction = len(features), features.mean(0), predictions.mean(0)
+        age = math.exp(-count / WINDOW)
+        old = age * self.images
+        common = old * count / (old + count)
+        to_mean, to_prediction = mean - self.mean, prediction - self.prediction
+        to_row, rows = to_prediction @ weight, (predictions - prediction) @ weight
+        self.covariance.mul_(age).add_(((features - mean) * rows).sum() + common * (to_mean @ to_row))
+        self.variance.mul_(age).add_(rows.square().sum() + common * (to_row @ to_row))
+        self.images.copy_(old + count)
+        self.mean.add_(to_mean * count / self.images)
+        self.prediction.add_(to_prediction * count / self.images)
+
+    def extra_repr(self) -> str:
+        """Return the form, for `repr`."""
+        return f"{self.form!r}"

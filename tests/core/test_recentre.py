@@ -1,0 +1,230 @@
+"""Recentring: the centre of a stream, and what it does to the passes of every method."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import acclimate
+from acclimate.core.recentre import GROUP, WINDOW, Recentring, form_of
+from acclimate.errors import ConfigError, ModelError
+from acclimate.models.families import view
+from acclimate.testing.check import CHECKS, SIZES, Case, assert_identical, tiny_batches, tiny_vit
+from support import assert_exact, double_batches, double_vit
+
+pytestmark = pytest.mark.numerics
+FORMS = ("mean", "class", "order")
+
+
+def recentring(form, classes=10, width=8):
+    """Return an empty centre for features of a given width, in float64, and the weight and bias of a head."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(classes, width, generator=generator, dtype=torch.float64)
+    vit = view(double_vit())
+    vit.head = nn.Linear(width, classes).double()
+    return Recentring(vit, classes, form), weight
+
+
+def features_of(labels, weight, shift=0.0, noise=0.3, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return 3 * weight[labels] + noise * torch.randn(len(labels), weight.shape[1], generator=generator).double() + shift
+
+
+def observe(centre, features, weight, size=64):
+    for part in features.split(size):
+        centre.observe(part, (part - centre.centre) @ weight.T, weight)
+    return centre
+
+
+def test_the_mean_has_weights_that_fall_with_age():
+    centre, weight = recentring("mean")
+    features = features_of(torch.arange(40) % 10, weight)
+    observe(centre, features, weight, 10)
+    age = 10 * (3 - torch.arange(40) // 10)
+    weights = torch.exp(-age.double() / WINDOW)
+    assert_exact(centre.centre, (weights[:, None] * features).sum(0) / weights.sum())
+
+
+def test_the_class_form_subtracts_what_follows_the_expected_rows():
+    centre, weight = recentring("class")
+    features = features_of(torch.zeros(30, dtype=torch.long), weight, shift=0.5)
+    centre.observe(features, features @ weight.T, weight)
+    rows = (features @ weight.T).softmax(-1) @ weight
+    f, g = features - features.mean(0), rows - rows.mean(0)
+    away = rows.mean(0) - weight.mean(0)
+    slope = (f * g).sum() / (g * g).sum()
+    smallest = features.mean(0) @ away / (away @ away)
+    slope = min(max(0.0, float(slope)), max(0.0, float(smallest)))
+    expected = features.mean(0) - slope * away
+    share = (features @ weight.T).softmax(-1).mean(0)
+    unknown = slope**2 * (weight - weight.mean(0)).square().sum(1).mean() * (share.square().sum() - 0.1)
+    assert_exact(centre.centre, expected * max(0.0, 1 - float(unknown / expected.square().sum())))
+
+
+def test_sums_do_not_depend_on_how_a_stream_is_cut_into_groups_of_batches():
+    """A batch that equals a group gives the same order statistic as its halves."""
+    whole, weight = recentring("order")
+    halves, _ = recentring("order")
+    features = features_of(torch.arange(4 * GROUP) % 10, weight)
+    observe(whole, features, weight, GROUP)
+    observe(halves, features, weight, GROUP // 2)
+    assert_exact(halves.order.ratio(), whole.order.ratio())
+
+
+@pytest.mark.parametrize("size", [1, 16, 64, 100])
+def test_a_sorted_stream_is_told_from_a_random_one(size):
+    labels = torch.arange(1280) % 10
+    for order, least, most in ((torch.randperm(1280, generator=torch.Generator().manual_seed(3)), 0.0, 2.0),
+                               (torch.argsort(labels, stable=True), 10.0, math.inf)):  # fmt: skip
+        centre, weight = recentring("order")
+        observe(centre, features_of(labels[order], weight), weight, size)
+        assert least < centre.order.ratio() < most
+        assert (centre.order.share() == 0) == (least == 0)
+
+
+def test_before_two_groups_are_complete_the_classes_are_corrected_for():
+    centre, weight = recentring("order")
+    observe(centre, features_of(torch.arange(GROUP + 10) % 10, weight), weight, 1)
+    assert centre.order.ratio() == math.inf and centre.order.share() == 1
+
+
+def test_a_stream_of_one_class_keeps_its_class():
+    """The mean form takes the class for the displacement; the other forms do not."""
+    labels = torch.full((256,), 3)
+    right = {}
+    for form in FORMS:
+        centre, weight = recentring(form)
+        features = features_of(labels, weight)
+        observe(centre, features, weight)
+        right[form] = float((((features - centre.centre) @ weight.T).argmax(-1) == labels).double().mean())
+    assert right["mean"] < 0.5 and right["class"] > 0.95 and right["order"] > 0.95
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_displacement_of_all_features_is_removed(form):
+    centre, weight = recentring(form)
+    labels = torch.randint(10, (640,), generator=torch.Generator().manual_seed(5))
+    shift = 4 * weight[0]  # towards one class, as under fog
+    features = features_of(labels, weight, shift=shift)
+    observe(centre, features, weight)
+    before = (features @ weight.T).argmax(-1) == labels
+    after = ((features - centre.centre) @ weight.T).argmax(-1) == labels
+    assert before.double().mean() < 0.7 and after.double().mean() > before.double().mean() + 0.1
+
+
+def test_a_source_model_with_the_mean_form_is_neo():
+    a = acclimate.adapt(double_vit(), "source", recentre="mean")
+    b = acclimate.adapt(double_vit(), "neo")
+    images = double_batches(1)[0]
+    assert_exact(a(images), b(images))
+    with a.frozen(), b.frozen():
+        assert_exact(a(images[:2]), b(images[:2]))
+
+
+def test_the_loss_has_the_earlier_centre_and_the_logits_have_the_new_one():
+    first, second = double_batches(2)
+    adapter = acclimate.adapt(double_vit(), "tent", recentre="mean", lr=0.01)
+    source = double_vit()
+    weight, bias = view(source).head.weight, view(source).head.bias
+    with torch.no_grad():
+        features = view(source).features(first)[0]
+    assert_exact(adapter(first), (features - features.mean(0)) @ weight.T + bias)
+    assert adapter.record is not None
+    expected = acclimate.core.engine.entropy((features - features.mean(0)) @ weight.T + bias).mean()
+    assert_exact(adapter.record.loss, expected)
+    old, parameters = adapter.recentring.centre.clone(), [p.clone() for p in adapter.engine.adapted.tensors]
+    logits = adapter(second)
+    new = adapter.recentring.centre.clone()
+    with torch.no_grad():
+        for p, before in zip(adapter.engine.adapted.tensors, parameters):
+            p.copy_(before)
+        features = adapter.engine.vit.features(second)[0]
+    assert_exact(logits, (features - new) @ weight.T + bias)
+    assert_exact(adapter.record.loss, acclimate.core.engine.entropy((features - old) @ weight.T + bias).mean())
+
+
+@pytest.mark.parametrize("method", ["source", "tent", "dct", "eta", "t3a"])
+def test_no_pass_is_added_but_for_the_first_batch(method):
+    counts = {}
+    for recentre in (False, True):
+        adapter = acclimate.adapt(tiny_vit(), method, recentre=recentre, micro_batch=2)
+        passes = []
+        for images in tiny_batches(3):
+            before = adapter.engine.passes.forward - adapter.engine.passes.backward
+            adapter(images)
+            passes.append(adapter.engine.passes.forward - adapter.engine.passes.backward - before)
+        counts[recentre] = passes
+    learns = bool(adapter.engine.adapted.tensors)
+    if method in ("source", "tent", "t3a"):  # what the others pass again depends on the samples that they keep
+        assert counts[True] == [counts[False][0] + (6 if learns else 0), *counts[False][1:]]
+    else:
+        assert counts[True][1] <= 2 * 6
+
+
+@pytest.mark.parametrize("method", acclimate.list_methods())
+def test_every_method_moves_the_centre_and_returns_to_the_beginning(method):
+    images = tiny_batches(1)[0]
+    views = acclimate.core.registry.find_method(method).info.views
+    adapter = Case(acclimate.core.registry.find_method(method), options={"recentre": True}).wrap()
+    images = images if views == 1 else torch.stack([images] * views, dim=1)
+    before = adapter.state.capture()
+    for _ in range(2):
+        assert adapter(images).isfinite().all()
+    assert adapter.recentring.centre.abs().sum() > 0
+    assert float(adapter.recentring.images) > len(images)
+    with adapter.frozen():
+        adapter(images)
+    adapter.reset()
+    assert_identical(adapter.state.capture(), before, "after reset")
+
+
+def test_conformance_with_recentring():
+    for check in CHECKS.values():
+        check(Case(acclimate.core.registry.find_method("tent"), options={"recentre": True, "lr": 0.01}))
+
+
+def test_the_classes_of_the_target_alone_count():
+    classes = [0, 2, 3]
+    adapter = acclimate.adapt(double_vit(), "source", recentre="class", classes=classes)
+    images = double_batches(1)[0]
+    vit = view(double_vit())
+    with torch.no_grad():
+        features = vit.features(images)[0]
+        weight, bias = vit.head.weight[classes], vit.head.bias[classes]
+        centre = Recentring(vit, 3, "class")
+        centre.observe(features, features @ weight.T + bias, weight)
+        assert_exact(adapter(images), (features - centre.centre) @ weight.T + bias)
+
+
+def test_a_method_decides_by_default():
+    assert form_of(None, None) is None and form_of(None, "mean") == "mean"
+    assert form_of(True, None) == "order" and form_of(False, "mean") is None
+    assert acclimate.adapt(tiny_vit(), "tent").recentring is None
+
+
+def test_what_cannot_be_recentred_is_refused():
+    with pytest.raises(ConfigError, match="recentre='median': choose True, False, \"mean\""):
+        acclimate.adapt(tiny_vit(), "tent", recentre="median")
+    with pytest.raises(ConfigError, match="leave out compile="):
+        acclimate.adapt(tiny_vit(), "tent", recentre=True, compile="eager")
+
+    class Curved(nn.Linear):
+        def forward(self, features):
+            return super().forward(features).tanh()
+
+    model = tiny_vit()
+    model.head = Curved(model.head.in_features, SIZES.classes)
+    with pytest.raises(ModelError, match="not a linear function"):
+        acclimate.adapt(model, "tent", recentre=True)
+
+
+def test_a_failed_step_leaves_the_centre_alone():
+    adapter = acclimate.adapt(tiny_vit(), "tent", recentre=True)
+    adapter(tiny_batches(1)[0])
+    before = adapter.state.capture()
+    with pytest.raises(acclimate.errors.InputError):
+        adapter(torch.full((2, 3, SIZES.image, SIZES.image), math.nan))
+    assert_identical(adapter.state.capture(), before, "after a bad batch")
