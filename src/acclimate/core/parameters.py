@@ -123,6 +123,11 @@ class AdaptedParameters:
         if not keep_momentum and self.optimizer is not None:
             self.optimizer.state.clear()
 
+    @torch.no_grad()
+    def approach_source(self, share: float) -> None:
+        """Move the parameters a share of their way to the source values."""
+        torch._foreach_lerp_(self.tensors, self.source, share)
+
     def drift(self) -> float:
         """Return the distance from the source values, divided by the norm of the source values.
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..core.engine import Engine
+from ..core.engine import Engine, GradientResult
 from ..core.method import Setup
 from ..core.registry import register
 from ..core.statistics import constants, norm_names
@@ -78,7 +78,7 @@ class EATA(ETA):
         self.fisher = constants((found[name] for name in norm_names(vit).values()), vit)
         return super().attach(vit, setup)
 
-    def regularise(self, engine: Engine) -> float:
+    def regularise(self, result: GradientResult, engine: Engine) -> float:
         """Add the gradient of the Fisher-weighted squared distance from the source, and return that loss.
 
         It does not depend on the samples.

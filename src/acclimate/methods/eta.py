@@ -90,7 +90,7 @@ class ETA(Tent):
             kept = h.detach() < margin
             if average is not None:
                 similarity = F.cosine_similarity(average[None], logits.detach().softmax(-1))
-                kept &= similarity.abs() < self.redundancy
+                kept &= similarity.abs() < self.redundant_from(engine)
             return (margin - h.detach()).exp() * h, kept
 
         return engine.gradient(images, weighted_entropy, selective=True)
@@ -102,13 +102,17 @@ class ETA(Tent):
         new = engine.ranks.gather(result.logits[result.kept].softmax(-1)).mean(0)
         if average is not None:
             new = self.decay * average + (1 - self.decay) * new
-        loss = result.loss + self.regularise(engine)
+        loss = result.loss + self.regularise(result, engine)
         engine.adapted.update()
         self.average[: engine.num_classes] = new
         return Step(result.logits, result.used, loss)
 
-    def regularise(self, engine: Engine) -> float:
-        """Add the gradient of a regulariser that does not depend on the batch, and return its loss.
+    def redundant_from(self, engine: Engine) -> float:
+        """Return the similarity from which on a sample is redundant."""
+        return self.redundancy
+
+    def regularise(self, result: GradientResult, engine: Engine) -> float:
+        """Amend the gradient before the update, and return the loss of a regulariser.
 
         ETA has no regulariser; subclasses may add one.
         """

@@ -1,0 +1,91 @@
+"""Keel: our own method, which keeps a model upright while it learns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..core.engine import Engine, GradientResult
+from ..core.method import Setup
+from ..core.parameters import global_norm
+from ..core.registry import register
+from ..errors import require_between
+from ..models.view import ViT
+from .eta import ETA
+
+
+@register("keel")
+class Keel(ETA):
+    """Recentre the features, and minimise the entropy of reliable and non-redundant samples by steps of a fixed length.
+
+    Entropy minimisation learns from the predictions of the model, and under a strong shift these name few classes.
+    Recentring (`adapt(recentre=)`) removes the displacement of the features first, without a gradient. Then the loss of ETA
+    is minimised over all norms. The length of a step does not depend on the gradient, which is a thousand times longer for
+    one model and shift than for another: a step is `rho` times the norm of the parameters, times the root of the share of
+    samples that it learns from. With each step the parameters return a small part of their way to the source. The method
+    costs one forward pass of each image, and a backward pass of the samples that it keeps. It needs only the batch.
+
+    Args:
+        rho: Length of a step for a batch of 64, as a share of the norm of the parameters. It is proportional to the batch
+            size.
+        anchor: Share of the way back to the source parameters that each batch of 64 takes.
+        margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
+        redundancy: Cosine similarity with the average prediction, times the root of the number of classes, from which on a
+            sample is redundant.
+        decay: Decay of the average prediction.
+        momentum: Momentum of SGD.
+        batch_size: Batch size for the length of a step. By default it is that of each batch.
+        reference: Accepted by every method. It has no effect here.
+
+    Ours: the loss and the choice of samples are those of ETA (Niu et al., ICML 2022), and the plain form of recentring is
+    that of NEO (Murphy et al., ICLR 2026). Everything else is ours, and so are all constants.
+    """
+
+    info = replace(ETA.info, paper="ours", recentre="order")
+
+    def __init__(
+        self,
+        *,
+        rho: float = 0.0005,
+        anchor: float = 0.01,
+        margin: float | None = None,
+        redundancy: float = 1.5,
+        decay: float = 0.9,
+        momentum: float = 0.9,
+        batch_size: int | None = None,
+        reference: bool = False,
+    ) -> None:
+        super().__init__(margin=margin, redundancy=redundancy, decay=decay, momentum=momentum, batch_size=batch_size)
+        require_between(0, math.inf, rho=rho)
+        require_between(0, 1, anchor=anchor)
+        self.rho = rho
+        self.anchor = anchor
+        self.reference = reference
+
+    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+        """Adapt all norms, and measure their length."""
+        adapted = list(super().attach(vit, setup))
+        self._length = float(global_norm([p.detach().to(vit.precise) for p in adapted]))
+        return adapted
+
+    def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
+        """Return SGD over the norms, for gradients of the length of a step for a batch of 64."""
+        return torch.optim.SGD(self._adapted, lr=(self.batch_size or batch_size) / 64, momentum=self.momentum)
+
+    def redundant_from(self, engine: Engine) -> float:
+        """Return the similarity from which on a sample is redundant."""
+        return self.redundancy / math.sqrt(engine.num_classes)
+
+    def regularise(self, result: GradientResult, engine: Engine) -> float:
+        """Give the gradient the length of a step, and move the parameters a small part of their way to the source."""
+        batch = self.batch_size or int(engine.batch_size)
+        norm = engine.adapted.gradient_norm()
+        if norm > 0:
+            length = self.rho * self._length * math.sqrt(min(1.0, result.used / batch))
+            engine.adapted.amend_gradient(times=length / norm)
+        engine.adapted.approach_source(1 - (1 - self.anchor) ** (batch / 64))
+        return 0.0
