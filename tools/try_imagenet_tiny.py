@@ -1,6 +1,6 @@
-"""A check on real photographs: source, tent, sar and dct with an ImageNet ViT-Tiny, under all 15 corruptions.
+"""Compare methods on real photographs, with an ImageNet ViT-Tiny, under all 15 corruptions.
 
-    python tools/try_imagenet_tiny.py --assets DIR [--severities 5,3] [--corruptions fog,snow]
+    python tools/try_imagenet_tiny.py --assets DIR [--severities 5,3] [--corruptions fog,snow] [--methods source,dct,keel]
 
 DIR holds `vit_tiny_patch16_224.in1k.safetensors` (a state dict of timm's `vit_tiny_patch16_224` for ImageNet-1k, normalised
 with 0.5) and `nips17/` with 1000 labelled photographs. Every method runs with its own defaults, from the source model for
@@ -24,6 +24,8 @@ from rich.progress import track
 from safetensors.torch import load_file
 from timm.data import resolve_model_data_config
 
+from acclimate.cli._arguments import methods
+from acclimate.cli._parser import words
 from acclimate.data.corruptions import CORRUPTIONS
 from acclimate.data.domains import Corrupted, Images
 from acclimate.data.streams import Stream
@@ -42,7 +44,7 @@ def main() -> None:
     parser.add_argument("--assets", type=Path, required=True, help="the folder with the weights and the photographs")
     parser.add_argument("--severities", default="5,3", help="default: %(default)s")
     parser.add_argument("--corruptions", default=",".join(CORRUPTIONS), help="default: all 15")
-    parser.add_argument("--methods", default="source,tent,sar,dct", help="default: %(default)s")
+    parser.add_argument("--methods", type=words, default="source,tent,sar,dct,eta,neo,keel", help="default: %(default)s")
     parser.add_argument("--runs", type=Path, default=Path("runs/imagenet-tiny"))
     options = parser.parse_args()
     if not (options.assets / WEIGHTS).exists():
@@ -58,7 +60,7 @@ def main() -> None:
         outcomes = run_grid(
             open_testbed(model.eval(), domains, model_name="vit_tiny_patch16_224.in1k"),
             [Stream(domain, seed=0) for domain in domains],
-            {method: {} for method in options.methods.split(",")},
+            [(each, {}) if isinstance(each, str) else each for each in methods(options.methods)],
             store=Store(options.runs),
             console=console,
         )

@@ -38,8 +38,8 @@ def test_a_step_has_its_length_whatever_the_gradient_is(size):
         with torch.no_grad():
             adapter.model.head.weight.mul_(scale)  # longer gradients, and other samples
         adapter(images)
-        used = adapter.record.used
-        length = 0.01 * float(global_norm(adapter.engine.adapted.source)) * math.sqrt(used / size) * size / 64
+        used, doubt = adapter.record.used, min(1.0, adapter.record.entropy / 1.5)
+        length = 0.01 * float(global_norm(adapter.engine.adapted.source)) * math.sqrt(used / size) * doubt * size / 64
         assert_exact(float(global_norm(moved(adapter))), length if used else 0.0)
         assert used or scale > 1
 

@@ -9,12 +9,13 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..core.engine import Engine, GradientResult
+from ..core.engine import Engine, GradientResult, entropy
 from ..core.method import Setup
 from ..core.parameters import global_norm
 from ..core.registry import register
 from ..errors import require_between
 from ..models.view import ViT
+from ._losses import reliable_margin
 from .eta import ETA
 
 
@@ -26,12 +27,13 @@ class Keel(ETA):
     Recentring (`adapt(recentre=)`) removes the displacement of the features first, without a gradient. Then the loss of ETA
     is minimised over all norms. The length of a step does not depend on the gradient, which is a thousand times longer for
     one model and shift than for another: a step is `rho` times the norm of the parameters, times the root of the share of
-    samples that it learns from. With each step the parameters return a small part of their way to the source. The method
-    costs one forward pass of each image, and a backward pass of the samples that it keeps. It needs only the batch.
+    samples that it learns from, and shorter if the mean entropy of the batch is below the margin: a model that is sure has
+    little to learn. With each step the parameters return a small part of their way to the source. The method costs one
+    forward pass of each image, and a backward pass of the samples that it keeps. It needs only the batch.
 
     Args:
-        rho: Length of a step for a batch of 64, as a share of the norm of the parameters. It is proportional to the batch
-            size.
+        rho: Largest length of a step for a batch of 64, as a share of the norm of the parameters. It is proportional to the
+            batch size.
         anchor: Share of the way back to the source parameters that each batch of 64 takes.
         margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
         redundancy: Cosine similarity with the average prediction, times the root of the number of classes, from which on a
@@ -50,7 +52,7 @@ class Keel(ETA):
     def __init__(
         self,
         *,
-        rho: float = 0.0005,
+        rho: float = 0.001,
         anchor: float = 0.01,
         margin: float | None = None,
         redundancy: float = 1.5,
@@ -85,7 +87,9 @@ class Keel(ETA):
         batch = self.batch_size or int(engine.batch_size)
         norm = engine.adapted.gradient_norm()
         if norm > 0:
-            length = self.rho * self._length * math.sqrt(min(1.0, result.used / batch))
-            engine.adapted.amend_gradient(times=length / norm)
+            margin = reliable_margin(engine) if self.margin is None else self.margin
+            doubt = float(entropy(engine.ranks.gather(result.logits)).mean())
+            share = math.sqrt(min(1.0, result.used / batch)) * min(1.0, doubt / margin)
+            engine.adapted.amend_gradient(times=self.rho * self._length * share / norm)
         engine.adapted.approach_source(1 - (1 - self.anchor) ** (batch / 64))
         return 0.0
