@@ -237,11 +237,10 @@ def _run_in_pool(payload: Payload, todo: list[int], view: ProgressView, jobs: in
                     result = future.result()  # an error in a run ends the grid; finished runs are kept
                     yield futures.pop(future), result
         finally:
-            ours.close()  # tells the processes to end
-            pool.shutdown(wait=False, cancel_futures=True)
+            ours.close()  # tells the processes to end; one that has finished its run leaves all others at once
             if futures:
                 wait(futures, GRACE_SECONDS)
                 for process in processes:
                     process.kill()  # its state is saved, or takes too long
-            pool.shutdown()
+            pool.shutdown(cancel_futures=True)  # once: a second call would not wait for the pool's thread
             theirs.close()
