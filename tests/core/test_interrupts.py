@@ -113,7 +113,7 @@ def test_an_interrupted_step_changes_nothing(name):
     adapter.record = record
     rng = random.Random(name)
     hit = 0
-    for _ in range(trials(200)):
+    for _ in range(trials(60)):
         at = rng.randint(1, count)
         if Interrupter(at).run(lambda: adapter(images)):
             hit += 1
@@ -122,7 +122,7 @@ def test_an_interrupted_step_changes_nothing(name):
         else:  # the number of lines differs a little from step to step
             adapter.rollback(before)
             adapter.record = record
-    assert hit >= trials(190)
+    assert hit >= trials(57)
     assert torch.equal(adapter(images), other(images))
     assert_identical(adapter.state.capture(), other.state.capture(), "the next step")
     weights = dict(small_vit().named_parameters())
