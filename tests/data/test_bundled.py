@@ -41,7 +41,7 @@ def test_the_model_is_a_vit_that_knows_clothes():
     assert isinstance(model, VisionTransformer) and len(model.blocks) == 12 and not model.training
     domain = Corrupted(images, **NORMALISED)
     with torch.inference_mode():
-        chunks = np.array_split(np.arange(10_000), 20)
+        chunks = np.array_split(np.arange(0, 10_000, 5), 4)
         right = [model(domain.load(chunk)).argmax(1).numpy() == images.labels[chunk] for chunk in chunks]
     assert np.concatenate(right).mean() >= 0.9
 

@@ -473,7 +473,7 @@ def test_every_reported_table_has_an_experiment():
 
 
 def test_an_experiment_runs_small(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(paper, "SMALL_IMAGES", 16)
+    monkeypatch.setattr(paper, "SMALL_IMAGES", 8)
     for name in ("table-ablation", "table-imagenet-r", "table-visda-2021", "table-office-home", "table-cost"):
         code, out, err = call(capsys, "paper", name, "--scale", "small", "--out", tmp_path)
         assert code == 0, err

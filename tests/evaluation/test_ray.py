@@ -40,8 +40,8 @@ def test_a_cluster_that_loses_a_machine_gives_the_same_results(tmp_path):
     alone = grid()
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": IMPATIENT})
     try:
-        victim = cluster.add_node(num_cpus=2)
-        cluster.add_node(num_cpus=2)
+        victim = cluster.add_node(num_cpus=1)
+        cluster.add_node(num_cpus=1)
         ray.init(address=cluster.address, log_to_driver=False)
         store, begun = Store(tmp_path, every=0.2), []
 

@@ -38,7 +38,7 @@ def call(module, monkeypatch, *arguments: object) -> None:
 def fashion(tmp_path):
     """Files in Fashion-MNIST's format, with few images."""
     rng = np.random.default_rng(0)
-    for part, count in (("train", 256), ("t10k", 40)):
+    for part, count in (("train", 128), ("t10k", 40)):
         images, labels = rng.integers(0, 256, (count, 28, 28), np.uint8), rng.integers(0, 10, count, np.uint8)
         for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
             header = struct.pack(f">I{array.ndim}I", 0x800 + array.ndim, *array.shape)
@@ -51,7 +51,7 @@ def test_an_interrupted_training_ends_with_the_same_weights(fashion, tmp_path, m
 
     def arguments(name: str) -> list[object]:
         out = ["--checkpoint", tmp_path / f"{name}.pt", "--out", tmp_path / f"{name}.safetensors"]
-        return ["--data", fashion, "--epochs", 2, "--full", 1, *out]
+        return ["--data", fashion, "--epochs", 2, "--full", 1, "--refine", 1, *out]
 
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
