@@ -13,7 +13,7 @@ import torch
 from acclimate.models.families import families
 from acclimate.testing.check import tiny_batches, tiny_vit
 
-torch.set_num_threads(int(os.environ.get("ACCLIMATE_TEST_THREADS", "2")))
+torch.set_num_threads(int(os.environ.get("ACCLIMATE_TEST_THREADS", "1")))  # more would wait for each other at this size
 # The same examples everywhere. A range of floats, or of integers beyond 99, would not give them: Hypothesis also draws the
 # constants that it finds in the modules imported so far, which depends on the tests before.
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=20, derandomize=True)

@@ -24,6 +24,18 @@ def only_timm(monkeypatch):
     monkeypatch.setattr(suite, "families", lambda: timm)
 
 
+THREADED = "caller_without_gradients", "micro_batches_do_not_matter", "same_seed_same_run"  # what threads could spoil
+
+
+@pytest.fixture
+def threads(check):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2 if check in THREADED else before)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("name", acclimate.list_methods())
 def test_method_conforms(name, family, check):
