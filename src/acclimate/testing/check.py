@@ -207,7 +207,7 @@ def reset_equals_freshly_wrapped(case: Case) -> None:
     adapter, fresh = case.run(), case.wrap()
     adapter.reset()
     assert_identical(adapter.state.capture(), fresh.state.capture(), "after reset")
-    for images in tiny_batches(seed=5):
+    for images in tiny_batches(2, seed=5):
         _equal(adapter(images), fresh(images), "step after reset")
     assert_identical(adapter.state.capture(), fresh.state.capture(), "after reset and more steps")
 
@@ -220,7 +220,7 @@ def save_load_continue(case: Case) -> None:
         adapter.save(path)
         loaded = load(path, tiny_vit(case.family))
     assert loaded.method.config == adapter.method.config, "the configuration changed"
-    for images in tiny_batches(seed=5):
+    for images in tiny_batches(2, seed=5):
         _equal(loaded(images), adapter(images), "step after load")
     assert_identical(loaded.state.capture(), adapter.state.capture(), "after load and more steps")
 
@@ -229,10 +229,10 @@ def snapshot_and_rollback(case: Case) -> None:
     """Check that `rollback` restores a snapshot, and that the following steps repeat themselves."""
     adapter = case.run()
     snapshot = adapter.snapshot()
-    after = [adapter(images) for images in tiny_batches(seed=5)]
+    after = [adapter(images) for images in tiny_batches(2, seed=5)]
     adapter.rollback()
     assert_identical(adapter.state.capture(), snapshot, "after rollback")
-    for images, expected in zip(tiny_batches(seed=5), after):
+    for images, expected in zip(tiny_batches(2, seed=5), after):
         _equal(adapter(images), expected, "step after rollback")
 
 
@@ -351,7 +351,7 @@ def caller_without_gradients(case: Case) -> None:
     for context in contexts:
         adapter = case.wrap()
         with context():
-            for images in tiny_batches():
+            for images in tiny_batches(2):
                 logits = adapter(images.clone())  # an inference tensor in inference mode
         assert not logits.requires_grad, "the logits carry a graph"
         captures.append(adapter.state.capture())
