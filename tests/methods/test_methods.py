@@ -358,9 +358,10 @@ def test_no_step_takes_more_passes_than_declared(name):
     adapter = Case(find_method(name)).wrap()
     forward, backward = adapter.method.info.passes
     passes = adapter.engine.passes
-    for images in tiny_batches(3, size=8):
+    for i, images in enumerate(tiny_batches(3, size=8)):
         before = passes.forward, passes.backward
         adapter(images)
-        assert passes.forward - before[0] <= 8 * (forward + backward / 2)
+        centre = 8 if i == 0 and adapter.recentring is not None else 0  # the first batch is passed to find a centre
+        assert passes.forward - before[0] <= 8 * (forward + backward / 2) + centre
         assert passes.backward - before[1] <= 8 * backward
     assert passes.forward >= 24 and (passes.backward > 0) == (backward > 0)
