@@ -95,6 +95,13 @@ def test_a_method_with_several_options_has_several_rows(runs):
     assert all(f'title="{grid.label(row)}"' in text for row in grid.rows), "the page has the same rows"
 
 
+def test_a_recentred_source_model_is_not_the_source_model():
+    chosen = [("source", {"recentre": True}), ("source", {}), ("neo", {})]
+    grid = acclimate.bench(methods=chosen, corruptions=["fog"], images=8, batch_size=4, out=None).grids()["normal"]
+    assert [grid.label(row) for row in grid.rows] == ["source(recentre=order)", "source", "neo"]
+    assert grid.source == grid.rows[1]
+
+
 def test_an_infinite_option_is_kept(tmp_path):
     how = dict(methods={"sar": {"margin": float("inf")}}, corruptions=["fog"], out=tmp_path, **SMALL)
     (outcome,) = acclimate.bench(**how)

@@ -30,6 +30,11 @@ class RowKey(NamedTuple):
         """Return the key of the row to which a run belongs."""
         return cls(spec.method, tuple(sorted((name, str(value)) for name, value in spec.config.items())))
 
+    @property
+    def is_source(self) -> bool:
+        """Whether the row is that of the unadapted model. With recentring, the method `source` adapts."""
+        return self.method == SOURCE and "recentre" not in dict(self.options)
+
 
 class Summary(Enum):
     """Names a column that is not a domain."""
@@ -78,7 +83,7 @@ class Grid:
         for outcome in outcomes:
             self.runs.setdefault(RowKey.of(outcome.spec), []).append(outcome)
         self.rows = list(self.runs)
-        self.source = next((row for row in self.rows if row.method == SOURCE), None)
+        self.source = next((row for row in self.rows if row.is_source), None)
         self.domains = list(dict.fromkeys(key for o in outcomes for key in o.spec.domains))
         self.columns: list[Column] = [*self.domains, *Summary]
         self._headings = _headings(self.domains)
