@@ -122,6 +122,7 @@ def test_check_command_on_a_file(tmp_path, capsys):
         assert "mine-from-a-file  timm: batch_of_one: passed" in capsys.readouterr().out
     finally:
         registry._REGISTRY.pop("mine-from-a-file", None)
+        registry._FILES.pop(file.resolve(), None)
     file.write_text("import acclimate\n")
     assert cli.main(["check", str(file)]) == 2
     assert "registers no method" in capsys.readouterr().err
