@@ -39,7 +39,7 @@ def main() -> None:
     console = Console()
     names = options.methods.split(",") if options.methods else acclimate.list_methods()
     images = bundled.images().sample(options.batch_size * (options.rounds + 1))
-    glass = Corrupted(images, "glass_blur", 2, mean=bundled.MEAN, std=bundled.STD, constants=bundled.CONSTANTS)
+    glass = Corrupted(images, "glass_blur", 2, mean=bundled.MEAN, std=bundled.STD, constants="imagenet-c")
     batches = [batch.images for batch in Stream(glass, batch_size=options.batch_size)]
     table = Table(title=f"One step, bundled ViT, batches of {options.batch_size}", title_justify="left")
     for column in ("method", "forward passes", "ms/image", "samples forward", "backward", "peak MiB", "paper"):

@@ -147,4 +147,4 @@ def test_the_bench_in_the_docs_works(tmp_path, monkeypatch):
     assert len(list((tmp_path / "runs").glob("*/result.json"))) == 3
     exec(testbed, names)
     keys = [(outcome.spec.method, str(outcome.spec.domains[0])) for outcome in names["outcomes"]]
-    assert keys == [("source", "clean"), ("tent", "clean"), ("source", "fog/2"), ("tent", "fog/2")]
+    assert keys == [("source", "clean"), ("tent", "clean"), ("source", "fog/5"), ("tent", "fog/5")]

@@ -79,6 +79,7 @@ TUNABLE = {
     "actmad": ["lr"],
 }
 COSTLY = {"memo": 20, "foa": 200, "dept-g": 200}  # images of each corruption
+CONSTANTS = "imagenet-c"
 SEVERITY = {"speckle_noise": 5, "gaussian_blur": 2, "spatter": 5, "saturate": 5}
 
 
@@ -104,7 +105,7 @@ def main() -> None:
         """Accuracy by corruption, for each trial."""
         skip = len(everything.labels) - bundled.FOR_TUNING  # the bench shows others
         shown = [
-            Corrupted(everything, name, severity, mean=bundled.MEAN, std=bundled.STD, constants=bundled.CONSTANTS)
+            Corrupted(everything, name, severity, mean=bundled.MEAN, std=bundled.STD, constants=CONSTANTS)
             for name, severity in SEVERITY.items()
         ]
         domains: list[Domain] = [Subset.sample(domain, count, skip=skip) for domain in shown]
@@ -141,7 +142,7 @@ def main() -> None:
     outcome = {
         "how": "tools/tune_bundled.py: best mean accuracy on the four extra corruptions, as many trials for each method",
         "images": images,
-        "constants": bundled.CONSTANTS,
+        "constants": CONSTANTS,
         "trials_each": options.trials,
         "source": {count: {"mean": round(mean(accuracy), 4), "accuracy": accuracy} for count, accuracy in source.items()},
         "chosen": {method: trial["options"] for method, trial in best.items()},

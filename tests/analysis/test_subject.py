@@ -32,7 +32,7 @@ def write_images(folder, names, side=SIZES.image, seed=0):
 def test_a_subject_starts_as_a_bench_does():
     subject = Subject(open_testbed(), images=20)
     assert subject.count == 20 and subject.batch("fog", 3).shape == (20, 3, 28, 28)
-    assert subject.labelled and subject.severity(None) == 2 and subject.severity(4) == 4
+    assert subject.labelled and subject.severity(None) == 5 and subject.severity(4) == 4
     assert subject.origin["model"] == subject.origin["data"] == "bundled" and len(subject.origin["weights"]) == 16
     assert (subject.domain().labels == subject.domain("snow", 1).labels).all()
     with pytest.raises(ConfigError, match="severity=6"):

@@ -186,7 +186,7 @@ ROWS: dict[str, list[tuple[str, str]]] = {
         ("--shard 0/1", "--shard"),
         ("--shard 3/2", "--shard"),
         ("--shard 1", "--shard"),
-        ("--shard 9/9 --methods source", "9/9"),
+        ("--shard 10/10 --methods source", "10/10"),
         ("--out {place}/text.txt", "text.txt"),
         ("--out {place}/text.txt/runs", "text.txt"),
         ("--out /proc/acclimate", "/proc/acclimate"),

@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_run_is_one_sentence(tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr("acclimate.evaluation.journal.Journal.record", lambda self, *args, **options: record(*args))
         assert main(command) == 1
-    assert "tent-fog-2" in (error := capsys.readouterr().err) and "No space left on device" in error
+    assert "tent-fog-5" in (error := capsys.readouterr().err) and "No space left on device" in error
     assert main(command) == 0
 
 

@@ -145,11 +145,11 @@ def test_bench_prints_a_table_and_keeps_the_results(tmp_path, capsys, monkeypatc
     monkeypatch.setenv("COLUMNS", "120")
     assert main([*QUICK, "--out", str(tmp_path)]) == 0
     first = capsys.readouterr().out
-    for word in ("source", "tent", "fog", "contr", "mean", "second half"):
+    for word in ("source", "tent", "fog", "contrast", "mean", "second half"):
         assert word in first
     results = list(tmp_path.glob("*/result.json"))
     assert len(results) == 4
-    assert json.loads(results[0].read_text())["spec"]["preprocessing"][0]["corruption constants"] == "imagenet-c"
+    assert json.loads(results[0].read_text())["spec"]["preprocessing"][0]["corruption constants"] == "cifar-10-c"
     assert main([*QUICK, "--out", str(tmp_path)]) == 0
     second = capsys.readouterr().out
     assert "4 of 4 were found" in " ".join(second.split())

@@ -15,7 +15,7 @@ import acclimate
 from acclimate.cli import main
 from acclimate.core import registry
 from acclimate.data import bundled
-from acclimate.data.catalog import Data
+from acclimate.data.catalog import SHOWN, Data
 from acclimate.data.domains import Corrupted, DomainKey, Images, Subset
 from acclimate.errors import ConfigError, ModelError, StateError
 from acclimate.evaluation.formats import latex, markdown, write_table
@@ -32,7 +32,7 @@ from acclimate.report.page import page
 from acclimate.testing.check import tiny_vit
 
 SMALL = dict(images=24, batch_size=12)
-FOG, SNOW = DomainKey("fog", 2), DomainKey("snow", 2)
+FOG, SNOW = DomainKey("fog", 5), DomainKey("snow", 5)
 
 
 def row(grid, label):
@@ -79,7 +79,7 @@ def test_results_show_themselves(results):
 
 def test_results_are_a_data_frame(results):
     frame = results.frame()
-    assert len(frame) == 16 and set(frame.domain) == {"snow", "fog"} and set(frame.severity) == {2}
+    assert len(frame) == 16 and set(frame.domain) == {"snow", "fog"} and set(frame.severity) == {5}
     mine = frame[(frame.method == "tent") & (frame.domain == "fog") & (frame.setting == "normal")].accuracy.mean()
     grid = results.grids()["normal"]
     assert 100 * mine == pytest.approx(grid.cell(row(grid, "tent"), FOG).accuracy)
@@ -138,9 +138,9 @@ def test_reference_is_without_a_guard_and_said_in_the_card():
 
 def test_the_card_says_how_a_number_was_made(results):
     card = results[0].spec.card
-    assert "mean 0.5, std 0.5" in card["preprocessing"] and "imagenet-c" in card["preprocessing"]
+    assert "mean 0.5, std 0.5" in card["preprocessing"] and "cifar-10-c" in card["preprocessing"]
     assert "bundled, weights" in card["model"] and "threads" in card["device"] and "torch" in card["versions"]
-    assert "SHA-256" in card["order"] and card["images"] == "24" and card["domains"] == "snow/2"
+    assert "SHA-256" in card["order"] and card["images"] == "24" and card["domains"] == "snow/5"
     normal = results.where(setting="normal")
     assert all(o.spec.shared == results[0].spec.shared for o in normal)
     assert len({tuple(o.spec.card.items()) for o in normal}) == len(normal)
@@ -158,8 +158,8 @@ def test_the_card_says_how_a_number_was_made(results):
         ({"model": {"weights": "0123"}}, "weights 0123"),
         ({"model": {"device": "cpu, 64 threads"}}, "64 threads"),
         ({"dataset": "imagenet-c"}, "imagenet-c"),
-        ({"order": "another"}, "did not meet the same on snow/2, seed 0"),
-        ({"data": ["another"]}, "did not meet the same on snow/2, seed 0"),
+        ({"order": "another"}, "did not meet the same on snow/5, seed 0"),
+        ({"data": ["another"]}, "did not meet the same on snow/5, seed 0"),
         ({"preprocessing": [{"mean": [0.485, 0.456, 0.406]}]}, "preprocessing, mean: [0.485, 0.456, 0.406]"),
     ],
 )
@@ -242,8 +242,8 @@ def test_the_papers_numbers_stand_beside_ours(results):
 
 def test_the_papers_numbers_do_not_stand_beside_other_data_severities_or_settings(results):
     normal = results.where(setting="normal")
-    with pytest.raises(ConfigError, match="data: imagenet-c there, bundled here; severity: 5 there, 2 here"):
-        reported("normal").fitted(Grid(normal))
+    with pytest.raises(ConfigError, match="data: imagenet-c there, bundled here; severity: 3 there, 5 here"):
+        reported("normal-3").fitted(Grid(normal))
     with pytest.raises(ConfigError, match=r"severity: 3 there, 5 here.*--mix"):
         reported("normal-3").fitted(Grid(as_imagenet_c(normal)))
     with pytest.raises(ConfigError, match="setting: bs1 there, normal here"):
@@ -252,7 +252,7 @@ def test_the_papers_numbers_do_not_stand_beside_other_data_severities_or_setting
         reported("mixed").fitted(Grid(as_imagenet_c(normal)))
     with pytest.raises(ConfigError, match="minutes"):
         reported("cost").fitted(Grid(normal), mix=True)
-    mixed = reported("normal").fitted(Grid(normal), mix=True)
+    mixed = reported("normal-3").fitted(Grid(normal), mix=True)
     assert len(mixed.mismatches(Grid(normal))) == 2
     assert f"{mixed.row('sar')['snow']:.1f}" in markdown(Grid(normal), mixed)
 
@@ -380,7 +380,7 @@ def test_table_makes_tables_of_finished_runs(runs, results, tmp_path, capsys):
     code, out, err = call(capsys, "table", runs, "--settings", "mixed")
     assert code == 2 and "none of the" in err
     assert call(capsys, "table", runs, "--settings", "bs1", "--severities", 3)[0] == 2
-    assert call(capsys, "table", runs, "--settings", "bs1", "--severity", 2)[0] == 0
+    assert call(capsys, "table", runs, "--settings", "bs1", "--severity", 5)[0] == 0
     code, out, err = call(capsys, "table", tmp_path / "nowhere")
     assert code == 2 and "not a folder of runs" in err
     file = tmp_path / "page.html"
@@ -457,6 +457,37 @@ def test_bench_runs_on_a_folder_of_ones_own(tmp_path, capsys):
     assert "fog" in out and "20 images a stream" in " ".join(out.split())
     spec = Store(tmp_path / "runs").outcomes()[0].spec
     assert spec.dataset == "folder" and spec.preprocessing[0]["mean"] == [0.5, 0.5, 0.5]
+    code, out, err = call(capsys, "bench", "--methods", "source,neo", "--fresh", *where)
+    said = " ".join(out.split())
+    assert code == 0 and "In the mean of 8 shifts, neo" in said and "on clean images, neo" in said, err
+    assert "The shifts are every second of the 15 corruptions" in said and "What to try next" not in said
+    assert {key.name for o in Store(tmp_path / "runs").outcomes() for key in o.spec.domains} == {*SHOWN, "fog"}
+
+
+def test_bench_without_arguments_shows_clean_images_and_every_second_corruption(tmp_path, capsys):
+    code, out, err = call(capsys, "bench", "--images", 8, "--batch-size", 8, "--out", tmp_path)
+    assert code == 0, err
+    said = " ".join(out.split())
+    assert SHOWN == (
+        "clean", "gaussian_noise", "impulse_noise", "glass_blur", "zoom_blur", "frost", "brightness", "elastic_transform",
+        "jpeg_compression",
+    )  # fmt: skip
+    assert all(word in out for name in SHOWN for word in name.split("_")), "names are not abbreviated"
+    assert "(recentre=order)" in out and "keel" in out and "…" not in out and max(map(len, out.splitlines()[:30])) <= 80
+    assert "In the mean of 8 shifts, " in said and "on clean images, " in said and "Means are without clean images." in said
+    assert "The shifts are every second of the 15 corruptions of ImageNet-C" in said
+    assert out.count("  acclimate bench --") == 3 and "What to try next:" in out
+    results = acclimate.bench(images=8, batch_size=8, out=tmp_path)
+    assert len(results) == 5 * 9 and all(outcome.found for outcome in results), "Python and the command line do the same"
+
+
+def test_clean_images_are_one_more_domain_except_in_the_gradual_setting(tmp_path):
+    how = dict(methods=["source"], images=2, out=None)
+    for setting in ("mixed", "continual"):
+        (outcome,) = acclimate.bench(settings=setting, **how)
+        assert [key.name for key in outcome.spec.domains] == [*SHOWN]
+    (gradual,) = acclimate.bench(settings="gradual", **how)
+    assert {key.name for key in gradual.spec.domains} == {*SHOWN} - {"clean"} and len(gradual.spec.domains) == 8 * 5
 
 
 def test_paper_lists_plans_and_refuses(capsys):

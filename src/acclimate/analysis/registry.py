@@ -47,7 +47,7 @@ class Argument:
 METHOD = Argument("method", "what adapts", "dct")
 CORRUPTION = Argument("corruption", "what the images suffer", "defocus_blur")
 CORRUPTIONS = Argument("corruptions", "which, separated by commas", FIVE, list, "LIST")
-SEVERITY = Argument("severity", "of the corruption; default: 5, of the bundled images 2", None, int, "1..5", (1, 5))
+SEVERITY = Argument("severity", "of the corruption; default: 5", None, int, "1..5", (1, 5))
 SEED = Argument("seed", "of the order of the images and of the method", 0, int, "N", (0, 2**63 - 1))
 
 

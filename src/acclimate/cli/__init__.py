@@ -21,7 +21,7 @@ from ._reported import reported
 
 EPILOG = """\
 examples:
-  acclimate bench                       how much does adaptation help? four methods, four corruptions, two minutes
+  acclimate bench                       how much does adaptation help? five methods, eight corruptions, three minutes
   acclimate corrupt photos/ out/ --corruptions fog --severities 5
                                         fog over a folder of images, as in ImageNet-C
   acclimate methods                     all methods: what each adapts, and its paper

@@ -65,29 +65,34 @@ def add_data(group: Group) -> None:
     group.add_argument("--partial", action="store_true", help="take a data set that is not complete")
 
 
-def add_selection(group: Group, *, images: str = "images of each domain; default: all, of the bundled ones 2000") -> None:
+def add_selection(group: Group, *, images: str = "images of each domain; default: all, of the bundled ones 512") -> None:
     """Add the arguments that choose domains and images of the data."""
     group.add_argument(
         "--corruptions",
         type=words,
         metavar="LIST",
-        help="default: all 15, of the bundled images one of each group; clean: no corruption",
+        help="default: clean and every second one, of the bundled images and of a folder; all 15 of ImageNet-C and CIFAR-C; "
+        "clean: no corruption, one more domain of mixed and continual",
     )
     group.add_argument(
         "--severities",
         "--severity",
         type=list_of(SEVERITY),
         metavar="LIST",
-        help="1 to 5; default: 5, of the bundled images 2",
+        help="1 to 5; default: 5",
     )
     group.add_argument("--domains", type=words, metavar="LIST", help="domains of Office-Home; default: all")
     group.add_argument("--images", type=whole(1), metavar="N", help=images)
+    add_constants(group)
+
+
+def add_constants(group: Group) -> None:
+    """Add the argument that chooses the strengths of corruptions."""
     group.add_argument(
         "--constants",
         choices=CONSTANTS,
         metavar="WHOSE",
-        help="strengths of corruptions made on the fly: imagenet-c or cifar-10-c; default: by size, for the bundled images "
-        "imagenet-c",
+        help="strengths of corruptions made on the fly: imagenet-c or cifar-10-c; default: by size, cifar-10-c up to 64 px",
     )
 
 

@@ -15,13 +15,16 @@ if TYPE_CHECKING:
 POSITION = 10
 EPILOG = """\
 examples:
-  acclimate bench                                     source, tent, sar and dct under four corruptions
+  acclimate bench                                     source, tent, dct without and with recentring, and keel: clean images,
+                                                      and every second corruption of ImageNet-C
   acclimate bench --full --seeds 0,1,2                all 15 corruptions, mean and deviation over three orders
   acclimate bench --methods source,dct --settings continual+label-shift --corruptions fog,snow,frost
   acclimate bench --methods source,mine.py            a method of your own, in a file that registers it
 
   acclimate bench --data imagenet-c --root /data/ImageNet-C --model vit_base_patch16_224.augreg_in21k_ft_in1k \\
       --settings normal,label-shift,bs1 --seeds 2021,2022,2023
+  acclimate bench --data folder --root photos/ --model vit_tiny_patch16_224.augreg_in21k_ft_in1k
+                                                      the same as without arguments, on your photographs: <class>/*.jpg
   acclimate bench --data folder --root photos/ --corruptions clean,fog,snow --severities 3 --model art.safetensors
 
   acclimate bench ... --jobs 4                        four processes on this machine
@@ -31,6 +34,12 @@ examples:
 Interrupted, by Ctrl-C or kill -9, the same command goes on in mid-stream and ends with the same results to the last bit.
 Finished runs are kept in --out and not run again; `acclimate table runs/` makes tables of them.
 """
+RULE = "The shifts are every second of the 15 corruptions of ImageNet-C, in their usual order; --full runs all of them."
+NEXT = """\
+What to try next:
+  acclimate bench --full                                      all 15 corruptions
+  acclimate bench --settings label-shift,continual            classes one after another; shifts one after another
+  acclimate bench --data folder --root photos/ --model NAME   your photographs, with a model of timm's"""
 
 
 def add(commands: Commands) -> None:
@@ -48,7 +57,7 @@ def add(commands: Commands) -> None:
         "--methods",
         type=words,
         metavar="LIST",
-        help="default: source,tent,sar,dct; with options: dct:lr=0.01, dct:recentre=True; from a file: mine.py",
+        help="default: source,tent,dct,dct:recentre=True,keel; options as here; from a file: mine.py",
     )
     add_model(what)
     what.add_argument(
@@ -151,10 +160,9 @@ def _shard(text: str) -> tuple[int, int]:
 
 def _bench(given: argparse.Namespace) -> None:
     from ..core.console import PlainConsole
-    from ..core.registry import DEFAULT_METHODS
     from ..data.corruptions import CORRUPTIONS
     from ..errors import ConfigError
-    from ..evaluation.bench import bench
+    from ..evaluation.bench import DEFAULT_METHODS, bench
     from ..evaluation.grid import Execution
     from ..evaluation.spec import Protocol
     from ..papers.dct.protocols import source_remarks
@@ -199,12 +207,17 @@ def _bench(given: argparse.Namespace) -> None:
         console=console if console.is_terminal else PlainConsole(stderr=True),
     )
     show(results, console, remarks=source_remarks)
+    chosen = given.corruptions is not None or given.full
+    if given.data in ("bundled", "folder") and not chosen:
+        console.print(RULE)
     found = sum(outcome.found for outcome in results)
     earlier = f"; {found} of {len(results)} were found there (--fresh runs them again)" if found else ""
     if given.tuned and not given.reference:
         _say_tuned(given.model, [outcome.spec.method for outcome in results], console)
     told = f"Results: {given.out}/{earlier}. Other tables of them: acclimate table {given.out} --help"
     console.print(told, markup=False, emoji=False)
+    if given.data == given.model == "bundled" and not chosen and given.methods is None and given.settings == ["normal"]:
+        console.print(NEXT, highlight=False, soft_wrap=True)
 
 
 def _say_tuned(model: str, used: list[str], console: Console) -> None:

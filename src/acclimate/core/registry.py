@@ -20,7 +20,7 @@ from .files import file_digest
 from .method import Method
 
 GROUP = "acclimate.methods"  # the group of entry points, and the package of the built-in methods
-DEFAULT_METHODS = ("source", "tent", "sar", "dct")  # compared in a bench by default, and listed first
+LISTED_FIRST = ("source", "tent", "sar", "dct", "keel")
 
 M = TypeVar("M", bound=type[Method])
 _REGISTRY: dict[str, type[Method]] = {}
@@ -58,9 +58,9 @@ def register(name: str) -> Callable[[M], M]:
 
 
 def list_methods() -> list[str]:
-    """Return the names of all registered methods. The default methods come first."""
+    """Return the names of all registered methods. Those of `LISTED_FIRST` come first, and others follow by name."""
     _load_all()
-    return [*DEFAULT_METHODS, *sorted(_REGISTRY.keys() - set(DEFAULT_METHODS))]
+    return [*LISTED_FIRST, *sorted(_REGISTRY.keys() - set(LISTED_FIRST))]
 
 
 def find_method(method: str | type[Method]) -> type[Method]:

@@ -41,6 +41,7 @@ from .layouts import LAYOUTS, Layout, Row, read_list, survey, synsets
 from .preprocess import Preprocess, input_of
 
 SEVERITY = 5  # as in the papers
+SHOWN = (CLEAN, *CORRUPTIONS[::2])  # the corruptions of a bench by default: every second one, in the usual order
 
 
 @dataclass(frozen=True, repr=False)
@@ -89,11 +90,11 @@ class Selection:
 
     Args:
         corruptions: The corruptions to open (ImageNet-C, CIFAR-C), or to make on the fly (clean images). Default: the 15 of
-            ImageNet-C; for the bundled images one of each group, and none for other clean images. "clean" selects the clean
-            images themselves.
-        severities: The severities of each corruption. Default: 5, for the bundled images 2.
+            ImageNet-C; for the bundled images `SHOWN`, and none for other clean images. "clean" selects the clean images
+            themselves.
+        severities: The severities of each corruption. Default: 5.
         domains: The domains of Office-Home to open. Default: all four.
-        images: The number of images of each domain, always the same ones. Default: all, for the bundled images 2000.
+        images: The number of images of each domain, always the same ones. Default: all, for the bundled images 512.
         partial: Whether to accept a data set that is incomplete, or that has additional files, which are ignored.
         constants: The strengths of the severities of corruptions made on the fly: "imagenet-c" or "cifar-10-c". Default:
             chosen by the size of the images.
@@ -276,7 +277,7 @@ def _open_bundled(
         raise ConfigError("domains=, file_list= and frost= do not go with the bundled images.")
     everything = bundled.images()
     most = len(everything.labels) - bundled.FOR_TUNING
-    count = min(2000, most) if chosen.images is None else chosen.images
+    count = bundled.IMAGES if chosen.images is None else chosen.images
     if count > most:
         raise ConfigError(f"images={count}: at most {most}; the options were tuned on the others.")
     takes = model if isinstance(model, Preprocess) else input_of(model, mean=mean, std=std)
@@ -285,18 +286,17 @@ def _open_bundled(
             f"The bundled images have {bundled.SIZE} x {bundled.SIZE} pixels and {len(bundled.CLASSES)} classes; this model "
             f"takes {takes.size} x {takes.size} and has {takes.classes}: give data of its own (data=, root=)."
         )
-    constants = chosen.constants or bundled.CONSTANTS
 
     def opened(key: DomainKey) -> Domain:
         shown = Corrupted(
             everything, *key, mean=takes.mean, std=takes.std, seed=chosen.seed,
-            constants=None if key.severity is None else constants,
+            constants=chosen.constants,
         )  # fmt: skip
         return Subset.sample(shown, count)
 
-    domains = [opened(key) for key in chosen.keys(bundled.SHOWN, bundled.SEVERITY)]
+    domains = [opened(key) for key in chosen.keys(SHOWN, SEVERITY)]
     unseen = Subset.sample(Corrupted(everything, mean=takes.mean, std=takes.std), bundled.FOR_TUNING, skip=most)
-    return Data(bundled.NAME, domains, bundled.CLASSES, opener=opened, held_out=unseen, severity=bundled.SEVERITY)
+    return Data(bundled.NAME, domains, bundled.CLASSES, opener=opened, held_out=unseen)
 
 
 @dataclass

@@ -11,10 +11,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from ..core.registry import DEFAULT_METHODS
-from ..data.catalog import Data, Selection
+from ..data.catalog import SHOWN, Data, Selection
 from ..data.corruptions import SEVERITIES
-from ..data.domains import Domain
+from ..data.domains import CLEAN, Domain
 from ..data.streams import ARRANGEMENTS, Stream, canonical_setting
 from ..errors import ConfigError, require_whole
 from .grid import Execution, run_grid
@@ -23,13 +22,16 @@ from .spec import Protocol, method_of
 from .store import Outcome, Store
 from .testbed import BUNDLED, Statistics, open_testbed
 
+MethodOptions = str | tuple[str, Mapping[str, Any]]
+DEFAULT_METHODS: tuple[MethodOptions, ...] = ("source", "tent", "dct", ("dct", {"recentre": True}), "keel")
+
 
 def bench(
     model: nn.Module | str = BUNDLED,
     data: str | Data | Sequence[Domain] = BUNDLED,
     root: str | os.PathLike[str] | None = None,
     *,
-    methods: Sequence[str | tuple[str, Mapping[str, Any]]] | Mapping[str, Mapping[str, Any]] = DEFAULT_METHODS,
+    methods: Sequence[MethodOptions] | Mapping[str, Mapping[str, Any]] = DEFAULT_METHODS,
     settings: str | Sequence[str] = "normal",
     seeds: Sequence[int] = (0,),
     corruptions: Sequence[str] | None = None,
@@ -56,7 +58,8 @@ def bench(
 ) -> Results:
     """Run methods on streams of data, each from the source model, and score them.
 
-    Without arguments, it runs four methods with the bundled model on the bundled images, with one corruption of each group.
+    Without arguments, it runs the unadapted model, TENT, DCT without and with recentring, and Keel, with the bundled model
+    on the bundled images: clean, and under every second corruption of ImageNet-C.
 
     Args:
         model: A model, "bundled", the name of a timm model with its tag, or a file of `acclimate train-source`.
@@ -66,11 +69,13 @@ def bench(
             `recentre`. A method may occur several times with different options.
         settings: One or several of `acclimate.data.streams.SETTINGS`, or settings joined by a plus sign.
         seeds: The seeds of the orders of the streams and of the methods.
-        corruptions: The corruptions. Default: all 15, for the bundled images one of each group. "clean" selects clean
-            images.
-        severities: The severities. Default: 5, for the bundled images 2; all in the setting gradual.
+        corruptions: The corruptions. "clean" selects clean images, which are one more domain in the settings mixed and
+            continual. Default: for the bundled images and for a folder, clean images (except in the setting gradual) and
+            every second of the 15 corruptions of ImageNet-C, in their usual order; for ImageNet-C and CIFAR-C all 15; for
+            other data none.
+        severities: The severities. Default: 5; all in the setting gradual.
         domains: The domains of Office-Home. Default: all.
-        images: The number of images of each domain, always the same ones. Default: all, for the bundled images 2000.
+        images: The number of images of each domain, always the same ones. Default: all, for the bundled images 512.
         constants: The strengths of the severities of corruptions made on the fly: "imagenet-c" or "cifar-10-c".
         partial: Whether to accept a data set that is not complete.
         batch_size: The number of images in a batch.
@@ -105,6 +110,8 @@ def bench(
     if gradual and (severities is not None or len(gradual) < len(settings)):
         raise ConfigError("gradual has all five severities: it goes with no others, and with no other setting.")
     severities = list(SEVERITIES) if gradual else severities
+    if corruptions is None and isinstance(data, str) and data in (BUNDLED, "folder"):
+        corruptions = [name for name in SHOWN if name != CLEAN or not gradual]
     execution = execution or Execution()
     if execution.threads is not None:
         require_whole(1, threads=execution.threads)

@@ -56,7 +56,8 @@ def legend(grid: Grid) -> str:
         return f"Accuracy{deviation}." if deviation else ""
     gains = f"; below it, points above source ± {INTERVAL}" if grid.source else ""
     marks = "Bold: the highest of a domain or mean, and all that are within chance of it, unless that is every one."
-    return f"Accuracy{deviation}{gains}. {marks}"
+    clean = " Means are without clean images." if len(grid.shifts) < len(grid.domains) else ""
+    return f"Accuracy{deviation}{gains}. {marks}{clean}"
 
 
 def terminal(grid: Grid, title: str, *, width: int = 80) -> Table:
@@ -67,15 +68,16 @@ def terminal(grid: Grid, title: str, *, width: int = 80) -> Table:
     Args:
         grid: The table.
         title: The title above the table.
-        width: The width of the terminal. If the domains do not fit side by side, they become rows.
+        width: The width of the terminal. If the domains do not fit side by side, they become rows. Names are broken into
+            lines where that helps.
     """
     body = [[_coloured(grid, row, column) for column in grid.columns] for row in grid.rows]
     body = [[*cells, *(Text(word, "dim") for word in cost(grid.runs[row]))] for row, cells in zip(grid.rows, body)]
-    across = [[Text(name) for name in ("method", *(_short(grid, c) for c in grid.columns), "learned", "ms/image")]]
-    across += [[Text(grid.label(row)), *cells] for row, cells in zip(grid.rows, body)]
-    names = [Text(name) for name in (*map(grid.heading, grid.columns), "learned", "ms/image")]
-    down = [[Text(), *(Text(grid.label(row)) for row in grid.rows)], *([n, *each] for n, *each in zip(names, *body))]
-    heads, *rows = across if _width(across) <= width else down
+    columns, labels = [*map(grid.heading, grid.columns), "learned", "ms/image"], [grid.label(row) for row in grid.rows]
+    across = [[*map(Text, ("method", *columns))], *([Text(label), *cells] for label, cells in zip(labels, body))]
+    down = [[*map(Text, ("", *labels))], *([Text(name), *each] for name, *each in zip(columns, *body))]
+    layouts = [across, _broken(across), down, _broken(down)]
+    heads, *rows = next((lines for lines in layouts if _width(lines) <= width), min(layouts, key=_width))
     table = _new_table(title, legend(grid))
     _fill(table, heads, rows)
     return table
@@ -95,6 +97,16 @@ def _new_table(title: str, caption: str) -> Table:
 def _width(lines: Sequence[Sequence[Text]]) -> int:
     """Return the width of a table with these lines."""
     return sum(3 + max(len(part) for cell in column for part in cell.plain.split("\n")) for column in zip(*lines)) + 1
+
+
+def _broken(lines: Sequence[Sequence[Text]]) -> list[list[Text]]:
+    """Return a table whose names are in several lines, for example `dct(recentre=order)` and `elastic_transform` in two."""
+
+    def broken(name: Text) -> Text:
+        return Text(name.plain.replace("(", "\n(").replace(" ", "\n").replace("_", "_\n"))
+
+    heads, *rows = lines
+    return [[*map(broken, heads)], *([broken(row[0]), *row[1:]] for row in rows)]
 
 
 def _short(grid: Grid, column: Column) -> str:

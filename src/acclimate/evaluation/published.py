@@ -120,7 +120,7 @@ class PublishedTable:
         The mean is included only if it is over the same domains.
         """
         shared = self.shared(grid)
-        whole = {key.name for key in grid.domains} == {*(self.columns or CORRUPTIONS)} and len(grid.severities) < 2
+        whole = {key.name for key in grid.shifts} == {*(self.columns or CORRUPTIONS)} and len(grid.severities) < 2
 
         def placed(values: Mapping[str, float], average: float | None) -> dict[Column, float]:
             found: dict[Column, float] = {ours: values[theirs] for ours, theirs in shared.items() if theirs in values}

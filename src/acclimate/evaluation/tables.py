@@ -10,7 +10,7 @@ from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
-from ..data.domains import DomainKey
+from ..data.domains import CLEAN, DomainKey
 from ..errors import ConfigError, shorten_list
 from .paired import Counts, Difference, paired_difference, unpack_counts
 from .spec import Spec
@@ -39,8 +39,8 @@ class RowKey(NamedTuple):
 class Summary(Enum):
     """Names a column that is not a domain."""
 
-    MEAN = "mean"  # over the domains, with equal weights
-    SECOND_HALF = "second half"  # the mean over domains of the second half of each
+    MEAN = "mean"  # over the shifts, with equal weights
+    SECOND_HALF = "second half"  # the mean over the shifts of the second half of each
 
 
 Column = DomainKey | Summary
@@ -61,7 +61,8 @@ class Cell:
 class Grid:
     """A table of accuracies by method and domain, in per cent, as means over seeds.
 
-    The columns are the domains, the mean over them, and the mean over the second half of each.
+    The columns are the domains, the mean over them, and the mean over the second half of each. Clean images are a column of
+    their own, and in no mean, unless there is nothing else.
 
     Args:
         outcomes: Runs that differ only in method, domain and seed.
@@ -85,6 +86,7 @@ class Grid:
         self.rows = list(self.runs)
         self.source = next((row for row in self.rows if row.is_source), None)
         self.domains = list(dict.fromkeys(key for o in outcomes for key in o.spec.domains))
+        self.shifts = [key for key in self.domains if key.name != CLEAN] or self.domains  # the domains of the means
         self.columns: list[Column] = [*self.domains, *Summary]
         self._headings = _headings(self.domains)
         self._labels = row_labels(outcomes)
@@ -126,7 +128,7 @@ class Grid:
     def _cell(self, row: RowKey, column: Column) -> Cell | None:
         by_seed: dict[int, list[float]] = {}
         for outcome in self.runs[row]:
-            value = _value(outcome, column)
+            value = _value(outcome, column, self.shifts)
             if value is not None:
                 by_seed.setdefault(outcome.spec.seed, []).append(100 * value)
         values = [statistics.fmean(each) for each in by_seed.values()]
@@ -143,11 +145,11 @@ class Grid:
         return str(self.cell(row, column) or "-")
 
     def complete(self, row: RowKey) -> bool:
-        """Return whether a row has every domain.
+        """Return whether a row has every domain of the means.
 
         The mean of an incomplete row is over other domains, and is not compared.
         """
-        return all(self.cell(row, key) for key in self.domains)
+        return all(self.cell(row, key) for key in self.shifts)
 
     def compared(self, column: Column) -> list[RowKey]:
         """Return the rows whose cells in a column can be compared, in descending order."""
@@ -167,7 +169,7 @@ class Grid:
 
     def difference(self, row: RowKey, other: RowKey, column: Column) -> Difference:
         """Return the difference between two rows, with its interval if their images can be paired."""
-        keys = self.domains if isinstance(column, Summary) else [column]
+        keys = self.shifts if isinstance(column, Summary) else [column]
         mine, theirs = self._images[row], self._images[other]
         shared = [key for key in mine if key in theirs and key[0] in keys]
         same_images = all(mine[key][0] == theirs[key][0] for key in shared)
@@ -213,10 +215,18 @@ class Grid:
         return row in leaders and len(leaders) < len(self.compared(column))
 
 
-def _value(outcome: Outcome, column: Column) -> float | None:
+def _value(outcome: Outcome, column: Column, shifts: Sequence[DomainKey]) -> float | None:
+    """Return the accuracy of a run in a column, whose means are over `shifts`, or None if the run has none of them."""
+    result = outcome.result
+    if not isinstance(column, Summary):
+        return result.per_domain.get(column)
+    mine = [key for key in result.per_domain if key in shifts]
+    if not mine or len(mine) == len(result.per_domain):
+        return None if not mine else result.mean if column is Summary.MEAN else result.second_half
     if column is Summary.MEAN:
-        return outcome.result.mean
-    return outcome.result.second_half if column is Summary.SECOND_HALF else outcome.result.per_domain.get(column)
+        return statistics.fmean(result.per_domain[key] for key in mine)
+    halves = [unpack_counts(result.by_image[key])[1].sum(-1, dtype=int) for key in mine]
+    return statistics.fmean(float(right / met) for met, right in halves)
 
 
 def _headings(domains: Sequence[DomainKey]) -> dict[Column, str]:

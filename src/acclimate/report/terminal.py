@@ -9,6 +9,7 @@ from rich.console import Console
 from ..evaluation.formats import terminal
 from ..evaluation.results import Results
 from ..evaluation.tables import SOURCE, Grid
+from .verdict import verdict
 
 
 def show(
@@ -18,7 +19,7 @@ def show(
     mix: bool = False,
     remarks: Callable[[Grid], Sequence[str]] = lambda grid: (),
 ) -> None:
-    """Print a table for each setting, and the events of the runs.
+    """Print a table for each setting with its result in one sentence, and the events of the runs.
 
     Args:
         results: The results of the runs.
@@ -32,6 +33,8 @@ def show(
         count = " to ".join(str(number) for number in dict.fromkeys((samples[0], samples[-1])))
         title = f"Top-1 accuracy in %: {grid.scope}, {count} images a stream, model {grid.model}"
         console.print(terminal(grid, title, width=console.width))
+        if sentence := verdict(grid):
+            console.print(sentence, style="bold", markup=False, emoji=False)
         for remark in remarks(grid):
             style = "bold yellow" if remark.startswith("Warning") else "dim"
             console.print(remark, style=style, markup=False, emoji=False)

@@ -38,8 +38,7 @@ CLASSES = ("t-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt",
 SIZE = 28
 MEAN = STD = (0.5, 0.5, 0.5)
 PREPROCESS = Preprocess(None, None, MEAN, STD)
-SHOWN = ("impulse_noise", "glass_blur", "brightness", "elastic_transform")  # one corruption of each family
-SEVERITY, CONSTANTS = 2, "imagenet-c"  # source accuracy: about 60 %; the constants of CIFAR-10-C change it little
+IMAGES = 512  # of each domain by default
 ASSETS = {"dda": {"denoiser": "bundled"}}  # options that methods require, by method
 FOR_TUNING = 2000  # images for tuning: the last ones that `Subset.sample` draws
 
