@@ -26,9 +26,10 @@ def drawn(name: str = "rollout", **more: object) -> Figure:
 
 def test_every_figure_declares_itself():
     names = [kind.name for kind in figure_kinds()]
-    assert names == ["attention-distance", "rollout", "tsne", "sensitivity", "ablation", "cost"]
+    assert names == ["attention-distance", "rollout", "tsne", "sensitivity", "ablation", "cost", "stream"]
     assert figure_order() == [
         "attention-distance", "rollout", "class-tokens", "separability", "conditioners", "sensitivity", "ablation", "cost",
+        "stream",
     ]  # fmt: skip
     for kind in figure_kinds():
         keywords = kind.draw.__kwdefaults__

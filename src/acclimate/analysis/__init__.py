@@ -3,7 +3,7 @@
 | file | holds |
 |---|---|
 | `attention_distance.py`, `rollout.py`, `tsne.py` | figures of attention and of class tokens |
-| `sensitivity.py`, `ablation.py`, `cost.py` | figures of accuracy and of time |
+| `sensitivity.py`, `ablation.py`, `cost.py`, `stream.py` | figures of accuracy and of time |
 | `registry.py` | what a figure declares of itself, and which figures there are |
 | `figures.py` | a figure with the numbers behind it, and how it is drawn, saved and read |
 | `subject.py` | what every figure starts from: a testbed, and some of its images |

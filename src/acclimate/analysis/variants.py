@@ -98,12 +98,16 @@ def _run(outcome: Outcome, domain: Domain, seed: int) -> tuple[npt.NDArray[np.bo
     """Return which images were predicted right in a run, in the order of the domain, and how far the run went."""
     assert outcome.folder is not None
     steps = steps_of(outcome.folder, outcome.spec.id)
-    top = "".join(line["top"] for line in steps)
     stream = Stream(domain, batch_size=BATCH, seed=seed)
     assert stream.digest == outcome.spec.order
-    right = np.empty(len(top), dtype=bool)
-    right[stream.order] = np.array(list(top)) == "2"
+    right = np.empty(stream.samples, dtype=bool)
+    right[stream.order] = right_in(steps)
     return right, Adaptation(len(steps), steps[-1]["drift"] or 0.0)
+
+
+def right_in(steps: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.bool_]:
+    """Return which images were predicted right in the steps of a run, in the order of the stream."""
+    return np.array(list("".join(line["top"] for line in steps))) == "2"
 
 
 def require_labels(subject: Subject) -> None:

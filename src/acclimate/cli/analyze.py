@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ._arguments import Commands, add_data, add_device, add_model, new_command, open_given, selection
+from ._arguments import Commands, add_constants, add_data, add_device, add_model, new_command, open_given, selection
 from ._parser import Parser, input_folder, output_folder, whole, words
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ EPILOG = """\
 examples:
   acclimate analyze attention-distance                    how far each head of each block looks
   acclimate analyze rollout --corruption fog              where the class token looks, image by image
+  acclimate analyze stream                                accuracy through one shift after another: the README's picture
   acclimate analyze all                                   every figure, for `acclimate report`
   acclimate analyze rollout --model vit_base_patch16_224.augreg_in21k_ft_in1k --data folder --root photos/
                                                           another model, and your own images, corrupted on the fly
@@ -36,7 +37,7 @@ def add(commands: Commands) -> None:
     analyze = new_command(
         commands,
         "analyze",
-        help="the paper's figures: attention, embeddings, sensitivity, ablation, cost",
+        help="figures: attention, embeddings, sensitivity, ablation, cost, accuracy along a stream",
         description="Draw figures that show why a method does what it does.",
         epilog=EPILOG,
     )
@@ -61,6 +62,7 @@ def _add_arguments(figure: Parser, name: str) -> None:
     add_model(what)
     add_data(what)
     what.add_argument("--images", type=whole(1), metavar="N", help="images of each domain; default: at most 512")
+    add_constants(what)
     if any(kind.clean for kind in chosen):
         what.add_argument(
             "--clean",
