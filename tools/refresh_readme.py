@@ -1,0 +1,49 @@
+"""Put the output of `acclimate bench` and the picture of `acclimate analyze stream` into the README.
+
+    python tools/refresh_readme.py
+
+Takes six minutes on two idle cores. Runs are kept in runs/readme: interrupted, it goes on where it was, and what is finished
+is not run again. The output stands between two marks of the README, the picture is docs/stream.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import shutil
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from compare_bundled import replace
+
+from acclimate.cli import main as acclimate
+
+ROOT = Path(__file__).parent.parent
+WIDTH = 80  # of the terminal
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", help="of each domain, to try it; default: those of the commands")
+    parser.add_argument("--runs", type=Path, default=Path("runs/readme"))
+    parser.add_argument("--page", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "stream.png")
+    options = parser.parse_args()
+    few = ["--images", options.images] if options.images else []
+    os.environ["COLUMNS"] = str(WIDTH)
+    with redirect_stdout(io.StringIO()) as shown:
+        code = acclimate(["bench", *few, "--out", str(options.runs)])
+    if code == 0:
+        code = acclimate(["analyze", "stream", *few, "--out", str(options.runs / "figures")])
+    if code:
+        sys.exit(code)
+    table = shown.getvalue().partition("Results: ")[0]  # what follows depends on the folder
+    lines = "\n".join(line.rstrip() for line in table.splitlines())
+    replace(options.page, "output of the bench", f"```text\n{lines}\n```")
+    shutil.copyfile(options.runs / "figures" / "stream.png", options.picture)
+
+
+if __name__ == "__main__":
+    main()
