@@ -25,7 +25,7 @@ from acclimate.evaluation.store import Store
 from support import child_environment
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists processes as Linux does")
-DEADLINE = 120  # seconds; generous, because the machine may be busy
+DEADLINE = 600  # seconds; generous, because the machine may be busy
 METHOD = """
 import os, time
 import acclimate
