@@ -29,7 +29,7 @@ def test_figure(tmp_path):
     subject = labelled_subject(runs=tmp_path / "runs")
     (figure,) = stream.draw(subject, corruptions=["brightness", "contrast"], severity=3)
     assert {row["method"] for row in figure.rows} == set(stream.METHODS)
-    assert list(dict.fromkeys(row["domain"] for row in figure.rows)) == ["clean", "brightness", "contrast", "clean, again"]
+    assert list(dict.fromkeys(row["domain"] for row in figure.rows)) == ["clean", "brightness", "contrast", "clean again"]
     assert all(path.stat().st_size for path in figure.save(tmp_path))
     runs = Store(tmp_path / "runs").outcomes()
     assert {run.spec.setting for run in runs} == {"continual"} and len(runs) == len(stream.METHODS)

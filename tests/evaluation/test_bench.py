@@ -512,7 +512,7 @@ def test_every_reported_table_has_an_experiment():
 
 def test_an_experiment_runs_small(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(paper, "SMALL_IMAGES", 16)
-    monkeypatch.setattr(bundled, "SHOWN", ("brightness",))
+    monkeypatch.setattr(paper, "SMALL_CORRUPTIONS", ("brightness",))
     known = dict(paper.experiments())
     for name in ("table-visda-2021", "table-office-home"):  # that all methods run is shown by the table of their cost
         known[name] = replace(known[name], grid={**known[name].grid, "methods": ["source", "dct"]})

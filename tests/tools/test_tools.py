@@ -152,11 +152,11 @@ def test_the_readme_gets_the_output_of_the_bench_and_the_picture(tmp_path, monke
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.syspath_prepend(TOOLS)
     page = tmp_path / "README.md"
-    page.write_text("<!-- output of the bench -->\nold\n<!-- end of output of the bench -->\nMore.\n")
+    page.write_text("<!-- output of the bench -->\nearlier\n<!-- end of output of the bench -->\nMore.\n")
     script, where = tool("refresh_readme"), ["--page", page, "--picture", tmp_path / "stream.png"]
     call(script, monkeypatch, "--images", 2, "--runs", tmp_path / "runs", *where)
     text = page.read_text()
-    assert "old" not in text and text.startswith("<!-- output of the bench -->\n```text\nTop-1 accuracy in %: bundled")
+    assert "earlier" not in text and text.startswith("<!-- output of the bench -->\n```text\nTop-1 accuracy in %: bundled")
     assert "In the mean of 8 shifts" in text and text.endswith("```\n<!-- end of output of the bench -->\nMore.\n")
     assert all(line == line.rstrip() for line in text.splitlines()) and "Results: " not in text
     assert (tmp_path / "stream.png").read_bytes().startswith(b"\x89PNG")

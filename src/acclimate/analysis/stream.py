@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 METHODS = {"source": "#7F7F7F", "tent": HUES[4], "dct": HUES[0], "keel": HUES[1]}  # with their colours
 EVERY_SECOND = CORRUPTIONS[::2]
-AGAIN = "clean, again"
+AGAIN = "clean again"
 WINDOW = 200  # images of the moving average
 POINTS = 64  # of a line in each domain
 
