@@ -143,9 +143,9 @@ def test_the_comparison_puts_its_tables_between_its_marks(tmp_path, monkeypatch)
     assert "old" not in text and text.index("<!-- end of bs1 -->") < text.index("How to read it.") < text.index("## mixed")
     assert text.count("| method | fog | mean | second half | over source |") == 2 and "- stream: bs1, batches of 1" in text
     summary = text.partition("<!-- means -->")[2]
-    assert "| method | bs1 | mixed |" in summary and summary.count("\n| ") == 3
+    assert "| method | bs1 | mixed |" in summary and summary.count("\n| ") == 5, "with and without recentring"
     specs = [json.loads(path.read_text())["spec"] for path in (tmp_path / "runs").glob("roid*/result.json")]
-    assert sorted(spec["config"]["window"] or 0 for spec in specs) == [0, 16]
+    assert sorted(spec["config"]["window"] or 0 for spec in specs) == [0, 0, 16, 16]
 
 
 def test_the_readme_gets_the_output_of_the_bench_and_the_picture(tmp_path, monkeypatch, capsys):
