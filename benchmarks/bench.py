@@ -25,10 +25,10 @@ import acclimate
 from acclimate.core.registry import find_method
 from acclimate.data import bundled
 from acclimate.data.disk import Files
-from acclimate.data.domains import Corrupted
+from acclimate.data.domains import Corrupted, Subset
 from acclimate.data.preprocess import Preprocess
 from acclimate.data.streams import Stream
-from acclimate.evaluation.jobs import Job, carry_on
+from acclimate.evaluation.jobs import Job, run_job
 from acclimate.evaluation.run import run
 from acclimate.evaluation.spec import Protocol, describe, specify
 from acclimate.evaluation.store import Store
@@ -65,21 +65,26 @@ def main() -> None:
     console.print(table)
 
 
+def clean_images(count: int) -> Subset:
+    """So many clean images of the bundled ones."""
+    return Subset.sample(Corrupted(bundled.images(), mean=bundled.MEAN, std=bundled.STD), count)
+
+
 def overhead(method: str, batch_size: int, count: int) -> tuple[float, float]:
     """Seconds inside of the adapter, and of the whole run with its records and its result."""
-    clean = Corrupted(bundled.images().sample(count), mean=bundled.MEAN, std=bundled.STD)
+    clean = clean_images(count)
     stream, model = Stream(clean, batch_size=batch_size), bundled.model()
     job = Job(specify(stream, method, {}, model=describe(model, "bundled")), stream, find_method(method))
     with tempfile.TemporaryDirectory() as folder:
-        carry_on(model, Job(job.spec, Stream(clean, batch_size=count), job.method), Store(Path(folder) / "warm"), Protocol())
+        run_job(model, Job(job.spec, Stream(clean, batch_size=count), job.method), Store(Path(folder) / "warm"), Protocol())
         start = time.perf_counter()
-        result = carry_on(model, job, Store(folder), Protocol())
+        result = run_job(model, job, Store(folder), Protocol())
         return result.seconds, time.perf_counter() - start
 
 
 def memory(count: int) -> float:
     """The process's highest memory so far, in MiB, after a stream."""
-    clean = Corrupted(bundled.images().sample(count), mean=bundled.MEAN, std=bundled.STD)
+    clean = clean_images(count)
     adapter = acclimate.adapt(bundled.model(), "tent")
     run(adapter, Stream(clean))
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
