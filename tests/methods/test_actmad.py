@@ -10,9 +10,9 @@ import torch
 import acclimate
 from acclimate.core.statistics import source_statistics
 from acclimate.errors import ConfigError, InputError
-from acclimate.models.families import view
-from acclimate.testing.check import tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.models.families import view_of
+from acclimate.testing.check import tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 
@@ -23,11 +23,11 @@ def statistics():
 
 
 def made_with(images):
-    return source_statistics(double_vit(), images, kinds=["class_tokens"])
+    return source_statistics(double_model(), images, kinds=["class_tokens"])
 
 
 def wrapped(statistics, **options):
-    return acclimate.adapt(double_vit(), "actmad", source_statistics=statistics, **options)
+    return acclimate.adapt(double_model(), "actmad", source_statistics=statistics, **options)
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,13 @@ def wrapped(statistics, **options):
 )
 def test_steps_are_sgd_on_the_distance_of_means_and_standard_deviations(statistics, options, size):
     """Against autograd on the whole batch, although ours cuts it."""
-    plain, columns = double_vit(), options.get("classes", list(range(10)))
-    vit, source = view(plain), statistics.of("class_tokens")
+    plain, columns = double_model(), options.get("classes", list(range(10)))
+    view, source = view_of(plain), statistics.of("class_tokens")
     norms = [p for n, p in plain.named_parameters() if "norm" in n]
     optimizer = torch.optim.SGD(norms, lr=options.get("lr", 0.005), momentum=options.get("momentum", 0.9))
     model = wrapped(statistics, micro_batch=2, **options)
     for images in double_batches(4, size=size):
-        tokens, logits = vit.class_tokens(images)
+        tokens, logits = view.class_tokens(images)
         distances = (tokens.mean(0) - source["mean"]).abs() + (tokens.std(0) - source["std"]).abs()
         loss = options.get("weight", 30.0) * distances.sum() / (4 * 32)  # of 4 blocks
         assert_exact(model(images), logits[:, columns])
@@ -71,7 +71,7 @@ def test_a_batch_that_is_the_source_is_at_distance_zero_and_another_one_comes_ne
 
 def test_equal_images_have_no_spread_and_a_finite_gradient(statistics):
     model, images = wrapped(statistics), double_batches(1)[0][:1].expand(4, -1, -1, -1)
-    tokens = view(double_vit()).class_tokens(images)[0].detach()
+    tokens = view_of(double_model()).class_tokens(images)[0].detach()
     source = statistics.of("class_tokens")
     model(images)
     assert_exact(model.record.loss, 30 * ((tokens[0] - source["mean"]).abs().mean() + source["std"].double().mean()))
@@ -95,13 +95,13 @@ def test_the_state_file_keeps_the_statistics(statistics, tmp_path):
     model, (first, second) = wrapped(statistics), double_batches(2)
     model(first)
     model.save(tmp_path / "s.safetensors")
-    again = acclimate.load(tmp_path / "s.safetensors", double_vit())
+    again = acclimate.load(tmp_path / "s.safetensors", double_model())
     assert torch.equal(again(second), model(second)) and again.record.loss == model.record.loss
 
 
 def test_without_statistics_it_is_refused():
     with pytest.raises(ConfigError, match=r"statistics of the source data \(class_tokens\)"):
-        acclimate.adapt(tiny_vit(), "actmad")
+        acclimate.adapt(tiny_model(), "actmad")
 
 
 @pytest.mark.parametrize("options", [{"lr": None}, {"weight": -1}, {"weight": math.nan}, {"momentum": 2}], ids=str)

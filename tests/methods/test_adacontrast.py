@@ -10,8 +10,8 @@ import acclimate
 from acclimate.errors import ConfigError
 from acclimate.methods._augment import moco_view
 from acclimate.methods._bank import ring
-from acclimate.testing.check import tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.testing.check import tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 HOW = dict(mean=0.5, std=0.5)
@@ -28,14 +28,14 @@ def test_the_first_loss_by_hand(reference):
     """On the whole batch at once, with autograd through the mean prediction."""
     images = double_batches()[0]
     weights = dict(alpha=0.7, beta=1.3, eta=0.5)
-    model = acclimate.adapt(double_vit(), "adacontrast", lr=0.01, reference=reference, **weights, **SMALL, **HOW)
+    model = acclimate.adapt(double_model(), "adacontrast", lr=0.01, reference=reference, **weights, **SMALL, **HOW)
     seen, draw = [], model.method.views
     model.method.views = lambda *a: seen.append(draw(*a)) or seen[-1]
     queue, labels = model.method.queue_features.clone(), model.method.queue_labels.clone()
     logits = model(images)
     ((weak, query, key),) = seen
 
-    plain = double_vit()
+    plain = double_model()
     with torch.no_grad():
         chosen = plain(weak).argmax(-1)
         k = F.normalize(features(plain, key)[0], dim=-1)  # the average is still the source
@@ -62,7 +62,7 @@ def test_the_first_loss_by_hand(reference):
 
 
 def test_neighbours_vote():
-    method = acclimate.adapt(tiny_vit(), "adacontrast", queue=4, neighbours=2, refine_after=3, **HOW).method
+    method = acclimate.adapt(tiny_model(), "adacontrast", queue=4, neighbours=2, refine_after=3, **HOW).method
     method.bank.features[:3, :2] = torch.tensor([[1.0, 0.0], [5.0, 0.5], [0.0, 1.0]])
     method.bank.probabilities[:3, :2] = torch.tensor([[0.2, 0.8], [0.7, 0.3], [1.0, 0.0]])
     sample = torch.zeros(1, method.bank.features.shape[1])
@@ -76,7 +76,7 @@ def test_neighbours_vote():
 
 @pytest.mark.parametrize(("reference", "newest"), [(False, [5, 2, 3, 4]), (True, [1, 2, 3, 5])])
 def test_what_the_bank_replaces(reference, newest):
-    method = acclimate.adapt(tiny_vit(), "adacontrast", queue=4, reference=reference, **HOW).method
+    method = acclimate.adapt(tiny_model(), "adacontrast", queue=4, reference=reference, **HOW).method
     for i in range(1, 6):
         method.bank.remember(torch.full((1, method.bank.features.shape[1]), float(i)), torch.full((1, 10), 0.1))
     assert method.bank.features[: method.bank.held, 0].tolist() == newest
@@ -85,7 +85,7 @@ def test_what_the_bank_replaces(reference, newest):
 @pytest.mark.parametrize("sizes", [[1] * 6, [2] * 4, [3] * 4, [3, 3, 1, 2, 2], [3, 4, 4], [2, 1, 3, 1]], ids=str)
 def test_the_reference_bank_appends_whole_batches(sizes):
     """Until it has as many samples as the queue or more; then its pointer goes round in all of them."""
-    method = acclimate.adapt(tiny_vit(), "adacontrast", queue=4, reference=True, **HOW).method
+    method = acclimate.adapt(tiny_model(), "adacontrast", queue=4, reference=True, **HOW).method
     expected, pointer, number = [], 0, 0.0
     for size in sizes:
         batch = [number + i for i in range(size)]
@@ -108,13 +108,13 @@ def test_ring():
 
 
 def test_batches_larger_than_the_queue_and_class_subsets():
-    model = acclimate.adapt(tiny_vit(), "adacontrast", queue=4, neighbours=9, refine_after=6, classes=[2, 5, 8], **HOW)
+    model = acclimate.adapt(tiny_model(), "adacontrast", queue=4, neighbours=9, refine_after=6, classes=[2, 5, 8], **HOW)
     for images in tiny_batches(3):
         assert model(images).shape == (6, 3)
 
 
 def test_views_belong_to_the_image_not_to_its_batch_mates():
-    model = acclimate.adapt(double_vit(), "adacontrast", **SMALL, **HOW)
+    model = acclimate.adapt(double_model(), "adacontrast", **SMALL, **HOW)
     images = double_batches(1)[0]
     state = model.engine.rng.get_state()
     all_three = model.method.views(images, model.engine)
@@ -140,4 +140,4 @@ def test_strong_views_stay_pixels(channels):
 )
 def test_bad_options(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), "adacontrast", **options, **HOW)
+        acclimate.adapt(tiny_model(), "adacontrast", **options, **HOW)

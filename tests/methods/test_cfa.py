@@ -11,15 +11,15 @@ import torch.nn.functional as F
 import acclimate
 from acclimate.core.statistics import source_statistics
 from acclimate.errors import ConfigError, NonFiniteError
-from acclimate.testing.check import tiny_batches, tiny_vit
-from support import SINGLE, assert_exact, double_batches, double_vit
+from acclimate.testing.check import tiny_batches, tiny_model
+from support import SINGLE, assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 
 
 @pytest.fixture(scope="module")
 def statistics():
-    return made_with(tiny_vit())
+    return made_with(tiny_model())
 
 
 def made_with(model):
@@ -53,10 +53,10 @@ def whole_batch_loss(features, labels, source, moments=3, weights=(1.0, 1.0)):
 def test_steps_are_those_of_the_paper(options, size):
     """Against autograd on the whole batch, although ours cuts it."""
     options = {"micro_batch": 2, **options}
-    plain, statistics = double_vit(), made_with(double_vit())
+    plain, statistics = double_model(), made_with(double_model())
     norms = [p for n, p in plain.named_parameters() if "norm" in n]
     optimizer = torch.optim.SGD(norms, lr=0.01, momentum=0.9)
-    model = acclimate.adapt(double_vit(), "cfa", source_statistics=statistics, lr=0.01, **options)
+    model = acclimate.adapt(double_model(), "cfa", source_statistics=statistics, lr=0.01, **options)
     source = statistics.of("features")
     columns = options.get("classes", list(range(10)))
     source |= {name: source[name][columns] for name in ("class_means", "class_counts")}
@@ -79,11 +79,11 @@ def test_steps_are_those_of_the_paper(options, size):
 def test_the_source_itself_leaves_nothing_to_align():
     """A batch that is the source, with its own predictions as labels, is at distance 0; another one comes nearer."""
     images = tiny_batches(1)[0]
-    source = source_statistics(double_vit(), images, kinds=["features"])
-    model = acclimate.adapt(double_vit(), "cfa", source_statistics=source)
+    source = source_statistics(double_model(), images, kinds=["features"])
+    model = acclimate.adapt(double_model(), "cfa", source_statistics=source)
     model(images)
     assert model.record.loss < 32**0.5 * SINGLE  # each of a source's 32 means is rounded to float32
-    aligned = acclimate.adapt(double_vit(), "cfa", source_statistics=source, lr=0.002)
+    aligned = acclimate.adapt(double_model(), "cfa", source_statistics=source, lr=0.002)
     losses = []
     for _ in range(8):
         aligned(tiny_batches(1, seed=8)[0])
@@ -92,20 +92,20 @@ def test_the_source_itself_leaves_nothing_to_align():
 
 
 def test_the_state_file_keeps_the_statistics(statistics, batches, tmp_path):
-    model = acclimate.adapt(tiny_vit(), "cfa", source_statistics=statistics, lr=0.01)
+    model = acclimate.adapt(tiny_model(), "cfa", source_statistics=statistics, lr=0.01)
     model(batches[0])
     model.save(tmp_path / "state.safetensors")
-    again = acclimate.load(tmp_path / "state.safetensors", tiny_vit())
+    again = acclimate.load(tmp_path / "state.safetensors", tiny_model())
     assert torch.equal(again(batches[1]), model(batches[1]))
     assert again.record.loss == model.record.loss
 
 
 def test_outputs_that_are_not_finite_change_nothing(statistics, batches):
-    model = acclimate.adapt(tiny_vit(), "cfa", source_statistics=statistics, guard=None)
+    model = acclimate.adapt(tiny_model(), "cfa", source_statistics=statistics, guard=None)
     model(batches[0])
     before = model.snapshot()
     with torch.no_grad():
-        model.engine.vit.head.weight.fill_(math.inf)
+        model.engine.view.head.weight.fill_(math.inf)
     with pytest.raises(NonFiniteError):
         model(batches[1])
     after = model.state.capture()
@@ -133,4 +133,4 @@ def test_without_statistics_it_is_refused(model):
 )
 def test_impossible_options_are_refused(options, statistics):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), "cfa", source_statistics=statistics, **options)
+        acclimate.adapt(tiny_model(), "cfa", source_statistics=statistics, **options)

@@ -11,7 +11,7 @@ import acclimate
 from acclimate.core.registry import find_method
 from acclimate.errors import ConfigError
 from acclimate.methods._losses import opinion_entropy, uncertainty
-from acclimate.testing.check import CHECKS, Case, tiny_batches, tiny_vit
+from acclimate.testing.check import CHECKS, Case, tiny_batches, tiny_model
 from support import EXACT, assert_exact
 
 pytestmark = pytest.mark.numerics
@@ -59,30 +59,30 @@ def test_closed_form():
 def test_the_mass_is_the_number_of_classes_and_1000_in_the_reference():
     logits = torch.randn(2, 3)
     for reference, mass in ((False, 3), (True, 1000)):
-        engine = acclimate.adapt(tiny_vit(), "tent", classes=[0, 1, 2]).engine
+        engine = acclimate.adapt(tiny_model(), "tent", classes=[0, 1, 2]).engine
         assert torch.equal(uncertainty("come", engine, reference=reference)(logits), opinion_entropy(logits, mass))
 
 
 @pytest.mark.parametrize("method", ["tent", "eta", "sar", "dct"])
 def test_methods_learn_from_it(method):
     losses, used = [], 0
-    model = acclimate.adapt(tiny_vit(), method, loss="come", lr=0.01)
+    model = acclimate.adapt(tiny_model(), method, loss="come", lr=0.01)
     images = tiny_batches(1)[0]
     for _ in range(4):
         logits = model(images)
         used += model.record.used
         losses.append(float(opinion_entropy(logits, 10).mean()))
     assert used and losses[-1] != losses[0]
-    plain = acclimate.adapt(tiny_vit(), method, lr=0.01)
+    plain = acclimate.adapt(tiny_model(), method, lr=0.01)
     for _ in range(4):
         plain(images)
     assert not torch.equal(plain.engine.adapted.tensors[0], model.engine.adapted.tensors[0])
     with pytest.raises(ConfigError, match="loss='comet'"):
-        acclimate.adapt(tiny_vit(), method, loss="comet")
+        acclimate.adapt(tiny_model(), method, loss="comet")
 
 
 def test_tent_minimises_it():
-    model = acclimate.adapt(tiny_vit(), "tent", loss="come", lr=0.01)
+    model = acclimate.adapt(tiny_model(), "tent", loss="come", lr=0.01)
     images = tiny_batches(1)[0]
     losses = []
     for _ in range(5):
@@ -101,10 +101,10 @@ def test_methods_conform_with_it(method, check):
 
 def test_a_state_file_from_before_the_option_goes_on(tmp_path):
     """It can only have been written with the default."""
-    model = acclimate.adapt(tiny_vit(), "sar")
+    model = acclimate.adapt(tiny_model(), "sar")
     model(tiny_batches(1)[0])
     model.save(tmp_path / "new.safetensors")
     tensors, header = acclimate.core.adapter.statefile.read(tmp_path / "new.safetensors")
     del header["config"]["loss"]
     acclimate.core.adapter.statefile.write(tmp_path / "old.safetensors", tensors, header)
-    assert acclimate.load(tmp_path / "old.safetensors", tiny_vit()).method.loss == "entropy"
+    assert acclimate.load(tmp_path / "old.safetensors", tiny_model()).method.loss == "entropy"

@@ -10,18 +10,18 @@ import torch
 import acclimate
 from acclimate.core.engine import entropy
 from acclimate.errors import ConfigError
-from acclimate.testing.check import tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.testing.check import tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 
 
 @pytest.mark.parametrize("entropy_weight", [False, True])
 def test_steps_are_those_of_the_paper(entropy_weight):
-    plain = double_vit()
+    plain = double_model()
     norms = [p for n, p in plain.named_parameters() if "norm" in n]
     optimizer = torch.optim.SGD(norms, lr=0.01, momentum=0.9)
-    model = acclimate.adapt(double_vit(), "delta", lr=0.01, decay=0.5, entropy_weight=entropy_weight)
+    model = acclimate.adapt(double_model(), "delta", lr=0.01, decay=0.5, entropy_weight=entropy_weight)
     shares = torch.full((10,), 0.1, dtype=torch.float64)
     for images in double_batches(5, size=8):
         logits = plain(images)
@@ -44,14 +44,14 @@ def test_steps_are_those_of_the_paper(entropy_weight):
 
 
 def test_one_sample_at_a_time_is_tent():
-    delta, tent = (acclimate.adapt(double_vit(), method, lr=0.01) for method in ("delta", "tent"))
+    delta, tent = (acclimate.adapt(double_model(), method, lr=0.01) for method in ("delta", "tent"))
     for images in double_batches(4, size=1):
         assert_exact(delta(images), tent(images))
 
 
 def test_nothing_used_moves_the_shares_alone(batches):
     """Uniform predictions have an entropy of ln C, above the threshold."""
-    model = double_vit()
+    model = double_model()
     with torch.no_grad():
         model.head.weight.zero_()
         model.head.bias.zero_()
@@ -64,7 +64,7 @@ def test_nothing_used_moves_the_shares_alone(batches):
 
 
 def test_a_class_that_was_never_predicted_does_not_overflow(batches):
-    model = acclimate.adapt(tiny_vit(), "delta", guard=None)
+    model = acclimate.adapt(tiny_model(), "delta", guard=None)
     model(batches[0])
     rare = int(model(batches[1])[0].argmax())
     model.method.shares[rare] = 0.0
@@ -73,7 +73,7 @@ def test_a_class_that_was_never_predicted_does_not_overflow(batches):
 
 
 def test_fewer_classes(batches):
-    model = acclimate.adapt(double_vit(), "delta", classes=[1, 2, 5])
+    model = acclimate.adapt(double_model(), "delta", classes=[1, 2, 5])
     for images in batches:
         model(images)
     assert_exact(model.method.shares[:3].sum(), 1.0)
@@ -81,9 +81,9 @@ def test_fewer_classes(batches):
 
 
 def test_learning_rate_and_bad_options(batches):
-    model = acclimate.adapt(tiny_vit(), "delta")
+    model = acclimate.adapt(tiny_model(), "delta")
     model(batches[0])
     assert model.engine.adapted.optimizer.param_groups[0]["lr"] == pytest.approx(0.00025 * 6 / 64)
     for options in ({"decay": 1.5}, {"momentum": -1}, {"lr": -1}):
         with pytest.raises(ConfigError, match=next(iter(options))):
-            acclimate.adapt(tiny_vit(), "delta", **options)
+            acclimate.adapt(tiny_model(), "delta", **options)

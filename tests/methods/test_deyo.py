@@ -12,8 +12,8 @@ from acclimate.core.engine import entropy
 from acclimate.core.registry import find_method
 from acclimate.errors import ConfigError
 from acclimate.methods.deyo import difference, shuffle
-from acclimate.testing.check import Case, micro_batches_do_not_matter, tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.testing.check import Case, micro_batches_do_not_matter, tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 
@@ -40,7 +40,7 @@ def test_difference_is_what_the_predicted_class_loses():
 
 
 def explicit(batches, orders, margin, weight_margin, threshold, lr):
-    model = double_vit()
+    model = double_model()
     norms = [p for n, p in model.named_parameters() if n.startswith(("blocks.0", "blocks.1", "blocks.2")) and "norm" in n]
     optimizer = torch.optim.SGD(norms, lr=lr, momentum=0.9)
     for images, order in zip(batches, orders):
@@ -63,7 +63,7 @@ def test_a_step_is_the_one_of_the_paper(monkeypatch):
     orders = [torch.rand(8, 16, generator=generator).argsort(-1) for _ in batches]
     stored = iter(orders)
     monkeypatch.setattr(find_method("deyo"), "orders", lambda *_: next(stored))
-    model = acclimate.adapt(double_vit(), "deyo", lr=0.05, margin=1.4, weight_margin=1.0, threshold=0.1)
+    model = acclimate.adapt(double_model(), "deyo", lr=0.05, margin=1.4, weight_margin=1.0, threshold=0.1)
     counts = []
     for images, (logits, count) in zip(batches, explicit(batches, orders, 1.4, 1.0, 0.1, 0.05)):
         assert_exact(model(images), logits)
@@ -73,9 +73,9 @@ def test_a_step_is_the_one_of_the_paper(monkeypatch):
 
 
 def test_default_margins_count_the_classes_of_the_target():
-    model = acclimate.adapt(tiny_vit(), "deyo", classes=[3, 8], threshold=-1.0)
+    model = acclimate.adapt(tiny_model(), "deyo", classes=[3, 8], threshold=-1.0)
     images = tiny_batches(1, 24)[0]
-    fresh = acclimate.adapt(tiny_vit(), "source", classes=[3, 8])
+    fresh = acclimate.adapt(tiny_model(), "source", classes=[3, 8])
     sure = int((entropy(fresh(images)) < 0.5 * math.log(2)).sum())
     model(images)
     assert model.record.used == sure > 0
@@ -83,7 +83,7 @@ def test_default_margins_count_the_classes_of_the_target():
 
 @pytest.mark.parametrize("options", [{"margin": 0.0}, {"threshold": 1.0}])
 def test_nothing_moves_when_no_sample_is_left(options, batches):
-    model = acclimate.adapt(tiny_vit(), "deyo", lr=0.05, threshold=-1.0)
+    model = acclimate.adapt(tiny_model(), "deyo", lr=0.05, threshold=-1.0)
     model(batches[0])
     before = model.snapshot()
     for name, value in options.items():
@@ -95,7 +95,7 @@ def test_nothing_moves_when_no_sample_is_left(options, batches):
 
 
 def test_without_weights_it_is_the_mean_entropy(batches):
-    model = acclimate.adapt(double_vit(), "deyo", margin=9.0, threshold=-1.0, entropy_weight=0.0, plpd_weight=0.0)
+    model = acclimate.adapt(double_model(), "deyo", margin=9.0, threshold=-1.0, entropy_weight=0.0, plpd_weight=0.0)
     logits = model(batches[0])
     assert_exact(model.record.loss, entropy(logits).mean())
 
@@ -109,4 +109,4 @@ def test_selected_samples_in_any_micro_batch():
 )
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), "deyo", **options)
+        acclimate.adapt(tiny_model(), "deyo", **options)

@@ -12,8 +12,8 @@ import acclimate
 from acclimate.core.engine import entropy
 from acclimate.core.statistics import source_statistics
 from acclimate.errors import ConfigError
-from acclimate.testing.check import tiny_batches, tiny_vit
-from support import EXACT, assert_exact, double_batches, double_vit
+from acclimate.testing.check import tiny_batches, tiny_model
+from support import EXACT, assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 
@@ -23,7 +23,7 @@ MARGIN, REDUNDANCY = 1.0, 0.6
 
 @pytest.fixture(scope="module")
 def statistics():
-    return made_with(tiny_vit())
+    return made_with(tiny_model())
 
 
 def made_with(model):
@@ -33,12 +33,12 @@ def made_with(model):
 @pytest.mark.parametrize("method", ["eta", "eata"])
 def test_steps_are_those_of_the_paper(method):
     """Against the whole-batch form, with samples of all kinds: unreliable, redundant and learned from."""
-    plain, statistics = double_vit(), made_with(double_vit())
+    plain, statistics = double_model(), made_with(double_model())
     norms = {n: p for n, p in plain.named_parameters() if "norm" in n}
     anchor = {n: p.detach().clone() for n, p in norms.items()}
     optimizer = torch.optim.SGD(norms.values(), lr=0.01, momentum=0.9)
     options = {"source_statistics": statistics, "fisher_weight": 50.0} if method == "eata" else {}
-    model = acclimate.adapt(double_vit(), method, lr=0.01, margin=MARGIN, redundancy=REDUNDANCY, **options)
+    model = acclimate.adapt(double_model(), method, lr=0.01, margin=MARGIN, redundancy=REDUNDANCY, **options)
     average, redundant = None, 0
     for images in double_batches(6, size=8):
         logits = plain(images)
@@ -68,16 +68,16 @@ def test_steps_are_those_of_the_paper(method):
 
 
 def test_the_anchor_holds(batches):
-    drifts, statistics = {}, made_with(double_vit())
+    drifts, statistics = {}, made_with(double_model())
     for weight in (0.0, 100.0):
         model = acclimate.adapt(
-            double_vit(), "eata", source_statistics=statistics, lr=0.01, margin=5.0, redundancy=2.0, fisher_weight=weight
+            double_model(), "eata", source_statistics=statistics, lr=0.01, margin=5.0, redundancy=2.0, fisher_weight=weight
         )
         for images in batches:
             model(images)
         drifts[weight] = model.record.drift
     assert drifts[100.0] < 0.9 * drifts[0.0]
-    plain = acclimate.adapt(double_vit(), "eta", lr=0.01, margin=5.0, redundancy=2.0)
+    plain = acclimate.adapt(double_model(), "eta", lr=0.01, margin=5.0, redundancy=2.0)
     for images in batches:
         plain(images)
     assert_exact(plain.record.drift, drifts[0.0])
@@ -85,7 +85,7 @@ def test_the_anchor_holds(batches):
 
 def test_nothing_moves_when_nothing_is_selected(batches):
     """Not even by momentum."""
-    model = acclimate.adapt(tiny_vit(), "eta", lr=0.02, margin=5.0, redundancy=2.0)
+    model = acclimate.adapt(tiny_model(), "eta", lr=0.02, margin=5.0, redundancy=2.0)
     model(batches[0])
     before = model.snapshot()
     model.method.redundancy = 0.0
@@ -97,7 +97,7 @@ def test_nothing_moves_when_nothing_is_selected(batches):
 
 def test_an_overflowing_anchor_changes_nothing(statistics, batches):
     model = acclimate.adapt(
-        tiny_vit(), "eata", source_statistics=statistics, lr=0.01, margin=5.0, redundancy=2.0, guard=None
+        tiny_model(), "eata", source_statistics=statistics, lr=0.01, margin=5.0, redundancy=2.0, guard=None
     )
     model(batches[0])
     before = model.snapshot()
@@ -112,7 +112,7 @@ def test_fewer_classes(batches):
     """The margin counts the target's classes, or as in the released code those of the head; the average has the target's."""
     classes = [1, 2, 5]
     for reference, count in ((False, 3), (True, 10)):
-        model = acclimate.adapt(double_vit(), "eta", classes=classes, reference=reference, redundancy=2.0)
+        model = acclimate.adapt(double_model(), "eta", classes=classes, reference=reference, redundancy=2.0)
         for images in batches:
             logits = model(images)
             assert model.record.used == int((entropy(logits) < 0.4 * math.log(count)).sum())
@@ -126,4 +126,4 @@ def test_fewer_classes(batches):
 )
 def test_impossible_options_are_refused(options, statistics):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), "eata", source_statistics=statistics, **options)
+        acclimate.adapt(tiny_model(), "eata", source_statistics=statistics, **options)

@@ -204,7 +204,7 @@ def test_by_default_nothing_moves(name, monkeypatch):
 def unsure(model):
     """Let the model predict every class alike."""
     with torch.no_grad():
-        for p in model.engine.vit.head.parameters():
+        for p in model.engine.view.head.parameters():
             p.zero_()
 
 

@@ -12,16 +12,16 @@ from acclimate.core.engine import entropy
 from acclimate.errors import ConfigError, InputError, NonFiniteError
 from acclimate.methods._cma import CMA
 from acclimate.methods._prompts import patch_size
-from acclimate.models.families import view
-from acclimate.testing.check import tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.models.families import view_of
+from acclimate.testing.check import tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 
 
 @pytest.fixture(scope="module")
 def statistics():
-    return made_with(tiny_vit())
+    return made_with(tiny_model())
 
 
 def made_with(model):
@@ -29,7 +29,7 @@ def made_with(model):
 
 
 def wrap(statistics, model=None, **options):
-    return acclimate.adapt(model or tiny_vit(), "foa", source_statistics=statistics, **{"population": 4, **options})
+    return acclimate.adapt(model or tiny_model(), "foa", source_statistics=statistics, **{"population": 4, **options})
 
 
 @pytest.mark.parametrize(("dimension", "population", "condition", "most"), [
@@ -76,10 +76,10 @@ def test_the_search_decomposes_as_rarely_as_its_slow_change_allows():
 
 def test_a_step_in_the_form_one_would_write_first():
     """Prompts put into the model by hand, one candidate after the other, and the shift from the batch before."""
-    batches, plain, vit = double_batches(), double_vit(), view(double_vit())
-    statistics = made_with(double_vit())
+    batches, plain, view = double_batches(), double_model(), view_of(double_model())
+    statistics = made_with(double_model())
     mean, std = statistics.of("class_tokens").values()
-    model = wrap(statistics, double_vit(), discrepancy=0.7, decay=0.8)
+    model = wrap(statistics, double_model(), discrepancy=0.7, decay=0.8, guard=None)
     best, average = model.method.best.detach().clone(), None
 
     def tokens_of(images, prompts):
@@ -116,7 +116,7 @@ def test_a_step_in_the_form_one_would_write_first():
     assert model.engine.passes.forward == 4 * 5 * 6 and model.engine.passes.backward == 0
     with model.frozen():
         features = tokens_of(batches[0], best)[:, -32:]
-        assert_exact(model(batches[0]), vit.head(features + mean[-32:] - average))
+        assert_exact(model(batches[0]), view.head(features + mean[-32:] - average))
 
 
 def test_a_far_candidate_is_no_collapse(statistics, batches):
@@ -166,12 +166,12 @@ def test_what_is_not_finite_leaves_the_search_alone(statistics, batches):
 
 
 def test_the_size_of_a_patch_is_found(family):
-    assert patch_size(view(tiny_vit(family))) == 8
+    assert patch_size(view_of(tiny_model(family))) == 8
 
 
 def test_impossible_options_are_refused(statistics):
     with pytest.raises(ConfigError, match="foa needs statistics of the source data"):
-        acclimate.adapt(tiny_vit(), "foa")
+        acclimate.adapt(tiny_model(), "foa")
     for options in ({"prompts": 0}, {"population": 1}, {"discrepancy": -1}, {"sigma": 0}, {"decay": 1.5}):
         with pytest.raises(ConfigError, match=next(iter(options))):
             wrap(statistics, **options)

@@ -8,20 +8,21 @@ import torch
 import acclimate
 from acclimate.core.registry import find_method
 from acclimate.errors import ConfigError, ModelError
-from acclimate.testing.check import Case, tiny_batches, tiny_vit
+from acclimate.testing.check import Case, tiny_batches, tiny_model
+from support import vit_methods
 
 HALVES = [torch.bfloat16, torch.float16]
 ADAM = ("memo", "rem", "rotta")
 
 
 def half_of(family, dtype):
-    model = tiny_vit(family).to(dtype)
+    model = tiny_model(family).to(dtype)
     return model, {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("reference", [False, True], ids=["default", "reference"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("name", acclimate.list_methods())
+@pytest.mark.parametrize("name", vit_methods())
 def test_steps_on_a_model_in_half_precision(name, dtype, reference):
     model, source = half_of("timm", dtype)
     case = Case(find_method(name), "timm", {"reference": reference})
@@ -64,7 +65,7 @@ def test_families_in_half_precision(name, dtype, family):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_other_ways_through_a_method_in_half_precision(name, options, dtype):
-    adapter = Case(find_method(name), "timm", options).wrap(tiny_vit().to(dtype))
+    adapter = Case(find_method(name), "timm", options).wrap(tiny_model().to(dtype))
     used = 0
     for images in tiny_batches(3, 1 if "window" in options else 6):
         assert adapter(images).isfinite().all() and adapter.record.event is None
@@ -82,7 +83,8 @@ def test_a_step_in_bfloat16_resembles_that_in_float32(name):
     """The first prediction, and which way the first step goes."""
     images = tiny_batches(1)[0]
     plain, half = (
-        Case(find_method(name), "timm", {"lr": 0.01}).wrap(model) for model in (tiny_vit(), tiny_vit().to(torch.bfloat16))
+        Case(find_method(name), "timm", {"lr": 0.01}).wrap(model)
+        for model in (tiny_model(), tiny_model().to(torch.bfloat16))
     )
     torch.testing.assert_close(half(images), plain(images), atol=0.3, rtol=0.1)
     assert float(torch.cosine_similarity(step_of(plain), step_of(half), dim=0)) > 0.7

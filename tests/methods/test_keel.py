@@ -10,15 +10,15 @@ import torch
 import acclimate
 from acclimate.core.engine import entropy
 from acclimate.core.parameters import global_norm
-from acclimate.models.families import view
-from acclimate.testing.check import tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.models.families import view_of
+from acclimate.testing.check import tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 
 
 def keel(**options):
-    return acclimate.adapt(double_vit(), "keel", **{"margin": 1.5, "redundancy": 10.0, **options})
+    return acclimate.adapt(double_model(), "keel", **{"margin": 1.5, "redundancy": 10.0, **options})
 
 
 def moved(adapter):
@@ -48,12 +48,12 @@ def test_a_step_has_the_direction_of_the_weighted_entropy():
     images = double_batches(1)[0]
     adapter = keel(rho=0.01, anchor=0.0)
     adapter(images)
-    model = double_vit()
-    vit = view(model)
+    model = double_model()
+    view = view_of(model)
     names = [name.removeprefix("model/") for name in adapter.engine.adapted.named]
     parameters = [model.get_parameter(name) for name in names]
-    features = vit.features(images)[0]
-    logits = (features - adapter.recentring.centre) @ vit.head.weight.T + vit.head.bias
+    features = view.features(images)[0]
+    logits = (features - adapter.recentring.centre) @ view.head.weight.T + view.head.bias
     h = entropy(logits)
     kept = h < 1.5
     loss = ((1.5 - h.detach()).exp() * h)[kept].mean()
@@ -75,7 +75,7 @@ def test_the_anchor_returns_a_share_of_the_way():
 
 
 def test_batches_from_which_nothing_is_learned_change_no_parameter():
-    adapter = acclimate.adapt(tiny_vit(), "keel", margin=0.0)
+    adapter = acclimate.adapt(tiny_model(), "keel", margin=0.0)
     before = [p.clone() for p in adapter.engine.adapted.tensors]
     adapter(tiny_batches(1)[0])
     assert adapter.record.used == 0
@@ -84,7 +84,7 @@ def test_batches_from_which_nothing_is_learned_change_no_parameter():
 
 
 def test_it_costs_no_more_passes_than_tent():
-    adapter = acclimate.adapt(tiny_vit(), "keel", micro_batch=6)
+    adapter = acclimate.adapt(tiny_model(), "keel", micro_batch=6)
     for images in tiny_batches(3):
         before = adapter.engine.passes.forward, adapter.engine.passes.backward
         adapter(images)

@@ -11,8 +11,8 @@ import acclimate
 from acclimate.core.engine import entropy
 from acclimate.errors import ConfigError
 from acclimate.methods.lame import LAME
-from acclimate.testing.check import tiny_vit
-from support import EXACT, assert_exact, double_batches, double_vit
+from acclimate.testing.check import tiny_model
+from support import EXACT, assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 
@@ -64,14 +64,14 @@ def test_the_result_is_a_fixed_point():
 def test_a_sample_on_its_own_is_predicted_by_the_source(affinity, reference):
     images = double_batches(1, 1)[0]
     with torch.no_grad():
-        expected = limited(double_vit()(images))
-    model = acclimate.adapt(double_vit(), "lame", affinity=affinity, reference=reference)
+        expected = limited(double_model()(images))
+    model = acclimate.adapt(double_model(), "lame", affinity=affinity, reference=reference)
     assert_exact(model(images), expected)
 
 
 def test_what_it_returns_is_good_for_logits(batches):
     """The record's entropy is that of the corrected probabilities, and a frozen adapter says the same."""
-    model = acclimate.adapt(double_vit(), "lame", classes=[0, 2, 4, 6])
+    model = acclimate.adapt(double_model(), "lame", classes=[0, 2, 4, 6])
     out = model(batches[0])
     p = out.exp()
     assert_exact(p.sum(-1), [1.0] * 6)
@@ -87,4 +87,4 @@ def test_what_it_returns_is_good_for_logits(batches):
 )
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), "lame", **options)
+        acclimate.adapt(tiny_model(), "lame", **options)

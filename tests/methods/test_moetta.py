@@ -13,8 +13,8 @@ import acclimate
 from acclimate.core.engine import entropy
 from acclimate.errors import ConfigError, ModelError
 from acclimate.methods.moetta import MoETTA
-from acclimate.testing.check import tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.testing.check import tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 
@@ -40,7 +40,7 @@ class ExpertNorm(nn.Module):
 
 def naive(method):
     """Return a plain model with the experts of a method, and its layers with experts."""
-    model, layers = double_vit().requires_grad_(False), iter(method.layers)
+    model, layers = double_model().requires_grad_(False), iter(method.layers)
     norms = [(block, name) for block in model.blocks for name in ("norm1", "norm2")] + [(model, "norm")]
     for holder, name in norms[1:]:
         layer = next(layers)
@@ -59,9 +59,9 @@ def fill(model, amount=0.3):
 
 
 def test_the_initial_model_is_the_source_model(family):
-    model, images = acclimate.adapt(double_vit(family), "moetta"), double_batches(1)[0]
+    model, images = acclimate.adapt(double_model(family), "moetta"), double_batches(1)[0]
     with torch.no_grad():
-        expected = double_vit(family)(images)
+        expected = double_model(family)(images)
     assert_exact(model(images), getattr(expected, "logits", expected))
     assert len(model.method.layers) == 2 * 4 + 1 - 1
     assert sum(p.numel() for p in model.method.layers[0].parameters()) == 2 * 9 * 32 + 9 * 32 + 9
@@ -73,7 +73,7 @@ def test_the_initial_model_is_the_source_model(family):
 def test_a_run_is_the_one_of_the_paper(size, reference, zero):
     lr, balance, margin = 0.02, 0.3, 1.0
     model = acclimate.adapt(
-        double_vit(), "moetta", lr=lr, balance=balance, margin=margin, experts=3, reference=reference, micro_batch=4
+        double_model(), "moetta", lr=lr, balance=balance, margin=margin, experts=3, reference=reference, micro_batch=4
     )
     if not zero:
         fill(model)
@@ -116,7 +116,7 @@ def test_a_run_is_the_one_of_the_paper(size, reference, zero):
 
 
 def test_without_a_kept_sample_the_routers_are_still_balanced(monkeypatch):
-    model = acclimate.adapt(double_vit(), "moetta", lr=0.02)
+    model = acclimate.adapt(double_model(), "moetta", lr=0.02)
     monkeypatch.setattr(MoETTA, "follow", lambda self, mean: (1e-6, mean))
     model(double_batches(1)[0])
     assert model.record.used == 0 and math.isfinite(model.record.loss)
@@ -156,15 +156,15 @@ def test_certain_batches_leave_a_threshold_of_zero():
 
 
 def test_norms_come_back(family):
-    model = tiny_vit(family)
+    model = tiny_model(family)
     before = [(name, id(module)) for name, module in model.named_modules()]
     adapter = acclimate.adapt(model, "moetta", plain_norms=3)
     assert len(adapter.method.layers) == 6
     adapter(torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
-    vit = adapter.engine.vit
+    view = adapter.engine.view
     adapter.unwrap()
     assert [(name, id(module)) for name, module in model.named_modules()] == before
-    assert all(any(block.norm2 is module for module in model.modules()) for block in vit.blocks)
+    assert all(any(block.norm2 is module for module in model.modules()) for block in view.blocks)
 
 
 @pytest.mark.parametrize(
@@ -172,9 +172,9 @@ def test_norms_come_back(family):
 )
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), "moetta", **options)
+        acclimate.adapt(tiny_model(), "moetta", **options)
 
 
 def test_a_model_without_enough_norms_is_refused():
     with pytest.raises(ModelError, match="9 LayerNorms"):
-        acclimate.adapt(tiny_vit(), "moetta", plain_norms=9)
+        acclimate.adapt(tiny_model(), "moetta", plain_norms=9)

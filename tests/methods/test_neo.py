@@ -7,9 +7,9 @@ import torch
 
 import acclimate
 from acclimate.errors import ConfigError
-from acclimate.models.families import view
-from acclimate.testing.check import tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.models.families import view_of
+from acclimate.testing.check import tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 SIZES = (6, 3, 1, 6)
@@ -21,12 +21,12 @@ def stream(sizes=SIZES):
 
 @torch.no_grad()
 def features_of(family, images):
-    return view(double_vit(family)).features(images)[0]
+    return view_of(double_model(family)).features(images)[0]
 
 
 def test_the_centre_is_the_mean_of_all_samples_whatever_their_batches(family):
-    model, batches = acclimate.adapt(double_vit(family), "neo"), stream()
-    head = view(double_vit(family)).head
+    model, batches = acclimate.adapt(double_model(family), "neo"), stream()
+    head = view_of(double_model(family)).head
     seen = features_of(family, torch.cat(batches))
     count = 0
     for images in batches:
@@ -39,7 +39,7 @@ def test_the_centre_is_the_mean_of_all_samples_whatever_their_batches(family):
 
 
 def test_the_continual_form_is_an_exponential_average_from_zero():
-    model, centre = acclimate.adapt(double_vit(), "neo", alpha=0.3), torch.zeros(32, dtype=torch.float64)
+    model, centre = acclimate.adapt(double_model(), "neo", alpha=0.3), torch.zeros(32, dtype=torch.float64)
     for images in stream():
         logits, features = model(images), features_of("timm", images)
         centre = 0.7 * centre + 0.3 * features.mean(0)  # a small batch counts as much as a large one
@@ -48,11 +48,11 @@ def test_the_continual_form_is_an_exponential_average_from_zero():
 
 
 def tiny_head():
-    return view(double_vit()).head
+    return view_of(double_model()).head
 
 
 def test_the_first_of_single_images_is_predicted_by_the_bias():
-    model = acclimate.adapt(double_vit(), "neo")
+    model = acclimate.adapt(double_model(), "neo")
     first, second = stream((1, 1))
     assert_exact(model(first), tiny_head().bias[None])
     a, b = features_of("timm", first), features_of("timm", second)
@@ -60,7 +60,7 @@ def test_the_first_of_single_images_is_predicted_by_the_bias():
 
 
 def test_a_frozen_model_predicts_with_the_centre_that_it_has():
-    model, (first, second) = acclimate.adapt(double_vit(), "neo"), stream((6, 3))
+    model, (first, second) = acclimate.adapt(double_model(), "neo"), stream((6, 3))
     with model.frozen():
         assert_exact(model(second), tiny_head()(features_of("timm", second)))  # no centre yet
     model(first)
@@ -71,7 +71,7 @@ def test_a_frozen_model_predicts_with_the_centre_that_it_has():
 
 
 def test_a_subset_of_the_classes_does_not_change_the_centre():
-    some, every = (acclimate.adapt(double_vit(), "neo", classes=classes) for classes in ([7, 2], None))
+    some, every = (acclimate.adapt(double_model(), "neo", classes=classes) for classes in ([7, 2], None))
     for images in stream():
         assert_exact(some(images), every(images)[:, [7, 2]])
     assert_exact(some.method.centre, every.method.centre)
@@ -80,4 +80,4 @@ def test_a_subset_of_the_classes_does_not_change_the_centre():
 @pytest.mark.parametrize("alpha", [-0.1, 1.5, "much"])
 def test_impossible_options_are_refused(alpha):
     with pytest.raises(ConfigError, match="alpha"):
-        acclimate.adapt(tiny_vit(), "neo", alpha=alpha)
+        acclimate.adapt(tiny_model(), "neo", alpha=alpha)

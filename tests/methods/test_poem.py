@@ -13,9 +13,9 @@ from acclimate.core.engine import entropy
 from acclimate.core.statistics import SourceStatistics, source_statistics
 from acclimate.errors import ConfigError
 from acclimate.methods.poem import POEM
-from acclimate.models.families import view
-from acclimate.testing.check import tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.models.families import view_of
+from acclimate.testing.check import tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 IMAGES = torch.cat(tiny_batches(2, size=20, seed=3))
@@ -24,11 +24,11 @@ T = 1.025
 
 @pytest.fixture(scope="module")
 def statistics():
-    return source_statistics(double_vit(), IMAGES, kinds=["logits"])
+    return source_statistics(double_model(), IMAGES, kinds=["logits"])
 
 
 def wrapped(statistics, **options):
-    return acclimate.adapt(double_vit(), "poem", source_statistics=statistics, **{"lr": 0.02, "delay": 7, **options})
+    return acclimate.adapt(double_model(), "poem", source_statistics=statistics, **{"lr": 0.02, "delay": 7, **options})
 
 
 def knowing(entropies, **options):
@@ -40,7 +40,7 @@ def knowing(entropies, **options):
 
 def test_the_statistics_are_the_logits_of_all_images(statistics):
     with torch.no_grad():
-        expected = double_vit()(IMAGES.double())
+        expected = double_model()(IMAGES.double())
     assert_exact(statistics.of("logits")["logits"], expected.float())
     model = wrapped(statistics, classes=[1, 4, 9])
     assert_exact(model.method.source_entropies[0], entropy(expected[:, [1, 4, 9]].float() / T))
@@ -112,9 +112,9 @@ def test_a_bet_that_could_lose_all_stays_finite():
 @pytest.mark.parametrize("reweighted", [False, True])
 def test_a_run_is_the_one_of_the_paper(statistics, reweighted, reference):
     margin = 1.3
-    plain = double_vit()
-    vit = view(plain)
-    norms = [p for block in vit.blocks[: 4 if reference else 3] for norm in block.norms for p in norm.parameters()]
+    plain = double_model()
+    view = view_of(plain)
+    norms = [p for block in view.blocks[: 4 if reference else 3] for norm in block.norms for p in norm.parameters()]
     norms += [*plain.norm.parameters()] if reference else []
     optimizer = torch.optim.SGD(norms, lr=0.02, momentum=0.9)
     model = wrapped(statistics, margin=margin, reweighted=reweighted, reference=reference, gamma=0.3, bet_limit=0.5)
@@ -173,7 +173,7 @@ def test_a_batch_without_a_reliable_sample(statistics, reference):
 def test_the_temperature_divides_frozen_predictions_too(statistics):
     model, images = wrapped(statistics, temperature=2.0), double_batches(1)[0]
     with model.frozen(), torch.no_grad():
-        assert_exact(model(images), double_vit()(images) / 2)
+        assert_exact(model(images), double_model()(images) / 2)
 
 
 def test_a_state_file_suffices_to_continue(statistics, tmp_path):
@@ -181,7 +181,7 @@ def test_a_state_file_suffices_to_continue(statistics, tmp_path):
     for images in double_batches(2):
         model(images)
     model.save(tmp_path / "s.safetensors")
-    again = acclimate.load(tmp_path / "s.safetensors", double_vit())
+    again = acclimate.load(tmp_path / "s.safetensors", double_model())
     assert torch.equal(again.method.source_entropies[0], model.method.source_entropies[0])
     images = double_batches(1, seed=5)[0]
     assert torch.equal(again(images), model(images))
@@ -194,4 +194,4 @@ def test_a_state_file_suffices_to_continue(statistics, tmp_path):
 )
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), "poem", **options)
+        acclimate.adapt(tiny_model(), "poem", **options)

@@ -12,8 +12,8 @@ from acclimate.core.engine import entropy
 from acclimate.core.statistics import source_statistics
 from acclimate.errors import ConfigError
 from acclimate.methods.deyo import difference, shuffle
-from acclimate.testing.check import tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.testing.check import tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 IMAGES = torch.cat(tiny_batches(2, seed=3))
@@ -22,12 +22,12 @@ TAU, LAMBDA = 0.02, 0.5  # the rows of the tiny model's head are long, and the a
 
 @pytest.fixture(scope="module")
 def statistics():
-    return source_statistics(double_vit(), IMAGES, kinds=["class_tokens"])
+    return source_statistics(double_model(), IMAGES, kinds=["class_tokens"])
 
 
 def wrapped(statistics, model=None, **options):
     options = {"lr": 0.02, "tau": TAU, **options}
-    return acclimate.adapt(model or double_vit(), "recap", source_statistics=statistics, **options)
+    return acclimate.adapt(model or double_model(), "recap", source_statistics=statistics, **options)
 
 
 def naive(logits, rows, variance, tau=TAU):
@@ -49,7 +49,7 @@ def regional(model, logits):
 def test_regional_entropy_and_instability_are_sums_over_pairs(statistics):
     model = wrapped(statistics)
     logits = 3 * torch.randn(7, 10, generator=torch.Generator().manual_seed(0)).double()
-    rows = double_vit().head.weight.detach()
+    rows = double_model().head.weight.detach()
     for ours, expected in zip(regional(model, logits), naive(logits, rows, variance_of(statistics))):
         assert_exact(ours, expected)
     h, instability = regional(model, logits)
@@ -62,25 +62,25 @@ def test_a_region_without_extent_is_the_sample(statistics):
     logits = torch.randn(3, 10, generator=torch.Generator().manual_seed(0)).double()
     h, instability = regional(model, logits)
     assert_exact(instability, torch.zeros(3))
-    shift = 0.0005 * double_vit().head.weight.square().sum(1)
+    shift = 0.0005 * double_model().head.weight.square().sum(1)
     assert_exact(h, -((logits + shift).softmax(-1) * logits.log_softmax(-1)).sum(-1))
 
 
 def test_a_large_region_stays_finite(statistics):
-    model = acclimate.adapt(tiny_vit(), "recap", source_statistics=single_statistics(), tau=1e4)
+    model = acclimate.adapt(tiny_model(), "recap", source_statistics=single_statistics(), tau=1e4)
     for images in tiny_batches(3):
         assert model(images).isfinite().all() and model.record.event is None
 
 
 def single_statistics():
-    return source_statistics(tiny_vit(), IMAGES, kinds=["class_tokens"])
+    return source_statistics(tiny_model(), IMAGES, kinds=["class_tokens"])
 
 
 def test_a_subset_of_the_classes_has_its_own_distances(statistics):
     classes = [7, 0, 4]
     model = wrapped(statistics, classes=classes)
     logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
-    rows = double_vit().head.weight.detach()[classes]
+    rows = double_model().head.weight.detach()[classes]
     for ours, expected in zip(regional(model, logits), naive(logits, rows, variance_of(statistics))):
         assert_exact(ours, expected)
     assert model(double_batches(1)[0]).shape == (6, 3)
@@ -89,7 +89,7 @@ def test_a_subset_of_the_classes_has_its_own_distances(statistics):
 @pytest.mark.parametrize("variant", ["plain", "plpd", "tent"])
 def test_a_run_is_the_one_of_the_paper(statistics, variant, monkeypatch):
     margin, weight_margin, most = 2.0, 1.5, 1.2
-    plain = double_vit()
+    plain = double_model()
     norms = [p for block in plain.blocks[:3] for n, p in block.named_parameters() if "norm" in n]
     optimizer = torch.optim.SGD(norms, lr=0.02, momentum=0.9)
     options = {"margin": margin, "weight_margin": weight_margin, "max_weight": most, "recovery": 0.0, "threshold": 0.05}
@@ -153,7 +153,7 @@ def test_a_batch_without_a_sample_that_counts(statistics, variant, reference):
 
 @pytest.mark.parametrize(("batch", "options", "lr"), [(6, {}, 0.001 * 6 / 64), (1, {}, 0.002 / 64), (6, {"lr": 0.3}, 0.3)])
 def test_learning_rates(statistics, batch, options, lr):
-    model = acclimate.adapt(double_vit(), "recap", source_statistics=statistics, **options)
+    model = acclimate.adapt(double_model(), "recap", source_statistics=statistics, **options)
     assert model.method.optimizer(batch).param_groups[0]["lr"] == pytest.approx(lr)
 
 
@@ -174,4 +174,4 @@ def test_a_single_image_may_weigh_more(statistics):
 )
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), "recap", **options)
+        acclimate.adapt(tiny_model(), "recap", **options)

@@ -12,10 +12,10 @@ import acclimate
 from acclimate.core.engine import entropy
 from acclimate.errors import ConfigError
 from acclimate.methods.rem import REM
-from acclimate.models.families import view
+from acclimate.models.families import view_of
 from acclimate.models.surgery import capture
-from acclimate.testing.check import tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.testing.check import tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 
@@ -42,20 +42,22 @@ def without(model, images, kept):
 
 def test_the_attention_is_that_of_the_class_token(family):
     images = double_batches(1)[0]
-    short = acclimate.adapt(double_vit(family), "rem").engine.vit  # which computes the last block for the class token only
-    attention, logits = zip(*(vit.class_attention(images) for vit in (view(double_vit(family)), short)))
+    short = acclimate.adapt(
+        double_model(family), "rem"
+    ).engine.view  # which computes the last block for the class token only
+    attention, logits = zip(*(view.class_attention(images) for view in (view_of(double_model(family)), short)))
     assert attention[0].shape == (6, 16) and not attention[0].requires_grad
     assert_exact(attention[0], attention[1])
     with torch.no_grad():
-        expected = double_vit(family)(images)
+        expected = double_model(family)(images)
     assert_exact(logits[1], getattr(expected, "logits", expected))
     assert ((attention[0].sum(1) > 0) & (attention[0].sum(1) < 1)).all()  # the rest is on the class token itself
     if family == "timm":
-        assert_exact(attention[0], plain_attention(double_vit(), images))
+        assert_exact(attention[0], plain_attention(double_model(), images))
 
 
 def test_removed_patches_have_no_effect(family):
-    vit, images = view(double_vit(family)), double_batches(1)[0]
+    view, images = view_of(double_model(family)), double_batches(1)[0]
     kept = torch.rand(6, 16, generator=torch.Generator().manual_seed(0)).argsort(-1)[:, :11]
     changed = images.unflatten(-2, (4, 8)).unflatten(-1, (4, 8)).clone()  # (batch, channels, row, 8, column, 8)
     for image, patches in zip(changed, kept.tolist()):
@@ -63,15 +65,15 @@ def test_removed_patches_have_no_effect(family):
             image[:, patch // 4, :, patch % 4] = 9.0
     changed = changed.flatten(-2).flatten(-3, -2)
     with torch.no_grad():
-        a, b = vit.logits_of_patches(images, kept), vit.logits_of_patches(changed, kept)
-        whole = vit.logits_of_patches(images, torch.arange(16).expand(6, -1))
-        plain = vit.logits(images)
+        a, b = view.logits_of_patches(images, kept), view.logits_of_patches(changed, kept)
+        whole = view.logits_of_patches(images, torch.arange(16).expand(6, -1))
+        plain = view.logits(images)
         if family == "timm":
-            assert_exact(a, without(double_vit(), images, kept))
+            assert_exact(a, without(double_model(), images, kept))
     assert_exact(a, b)
     assert_exact(whole, plain)
     assert float((a - plain).abs().max()) > 1e-3
-    assert not vit.layers[0]._forward_pre_hooks
+    assert not view.layers[0]._forward_pre_hooks
 
 
 @pytest.mark.parametrize(
@@ -99,10 +101,10 @@ def test_the_loss_of_two_classes_by_hand():
 @pytest.mark.parametrize("options", [{}, {"views": 4, "margin": 0.2, "ranking": 0.5, "removed": 0.2}], ids=str)
 def test_a_run_is_the_one_of_the_paper(options):
     how = {"views": 3, "margin": 0.0, "ranking": 1.0, "removed": 0.1} | options
-    plain = double_vit()
+    plain = double_model()
     norms = [p for block in plain.blocks[:3] for n, p in block.named_parameters() if "norm" in n]
     optimizer = torch.optim.Adam(norms, lr=0.003)
-    model = acclimate.adapt(double_vit(), "rem", lr=0.003, micro_batch=4, **options)
+    model = acclimate.adapt(double_model(), "rem", lr=0.003, micro_batch=4, **options)
     for images in double_batches(3):
         order = plain_attention(plain, images).argsort(-1)
         counts = [int(16 * (1 - i * how["removed"])) for i in range(1, how["views"])]
@@ -121,7 +123,7 @@ def test_a_run_is_the_one_of_the_paper(options):
 
 
 def test_a_frozen_model_is_asked_once(batches):
-    model = acclimate.adapt(tiny_vit(), "rem")
+    model = acclimate.adapt(tiny_model(), "rem")
     with model.frozen():
         model(batches[0])
     assert model.engine.passes.forward == len(batches[0])
@@ -132,4 +134,4 @@ def test_a_frozen_model_is_asked_once(batches):
 )
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), "rem", **options)
+        acclimate.adapt(tiny_model(), "rem", **options)

@@ -14,8 +14,8 @@ from acclimate.core.registry import find_method
 from acclimate.errors import ConfigError, InputError
 from acclimate.methods.cmf import CMF
 from acclimate.methods.roid import soft_likelihood_ratio
-from acclimate.testing.check import CHECKS, Case, tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.testing.check import CHECKS, Case, tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 HOW = dict(mean=0.5, std=0.5)
@@ -34,13 +34,13 @@ def test_soft_likelihood_ratio():
 def test_a_step_by_hand():
     """On the whole batch at once, with the view that the method drew."""
     images = double_batches()[0]
-    model = acclimate.adapt(double_vit(), "roid", lr=0.01, source_momentum=0.9, **HOW)
+    model = acclimate.adapt(double_model(), "roid", lr=0.01, source_momentum=0.9, **HOW)
     seen, draw = [], model.method.augmented
     model.method.augmented = lambda *a: seen.append((a[1], draw(*a))) or seen[-1][1]
     logits = model(images)
     ((kept, views),) = seen
 
-    plain = double_vit()
+    plain = double_model()
     norms = [p for n, p in plain.named_parameters() if "norm" in n]
     source = [p.detach().clone() for p in norms]
     z = plain(images)
@@ -72,9 +72,9 @@ def test_a_step_by_hand():
 
 def test_the_reference_multiplies_the_logits():
     images = double_batches()[0]
-    logits = acclimate.adapt(double_vit(), "roid", reference=True, **HOW)(images)
+    logits = acclimate.adapt(double_model(), "roid", reference=True, **HOW)(images)
     with torch.no_grad():
-        z = double_vit()(images)
+        z = double_model()(images)
     ratio = logits / z
     assert_exact(ratio, ratio[:1].expand_as(ratio))
 
@@ -83,12 +83,12 @@ def test_the_reference_multiplies_the_logits():
 def test_the_reference_divides_by_the_size_of_the_first_batch(method, tmp_path):
     """Also in a short last one, after a restart too."""
     first, last = tiny_batches(1)[0], tiny_batches(1, 3)[0]
-    default, reference = (acclimate.adapt(tiny_vit(), method, lr=0.01, reference=r, **HOW) for r in (False, True))
+    default, reference = (acclimate.adapt(tiny_model(), method, lr=0.01, reference=r, **HOW) for r in (False, True))
     default(first)
     reference(first)
     assert reference.record.loss == pytest.approx(default.record.loss)
     reference.save(tmp_path / "s.safetensors")
-    again = acclimate.load(tmp_path / "s.safetensors", tiny_vit())
+    again = acclimate.load(tmp_path / "s.safetensors", tiny_model())
     for model in (default, reference, again):
         model(last)
     assert reference.record.loss == pytest.approx(default.record.loss * 3 / 6)
@@ -98,8 +98,8 @@ def test_the_reference_divides_by_the_size_of_the_first_batch(method, tmp_path):
 @pytest.mark.parametrize("method", ["roid", "cmf"])
 def test_a_window_learns_from_single_images_as_from_a_batch(method):
     first, second = tiny_batches(2)
-    whole = acclimate.adapt(double_vit(), method, lr=0.01, **HOW)
-    single = acclimate.adapt(double_vit(), method, lr=0.01, window=len(first), **HOW)
+    whole = acclimate.adapt(double_model(), method, lr=0.01, **HOW)
+    single = acclimate.adapt(double_model(), method, lr=0.01, window=len(first), **HOW)
     for batch in (first, second):
         expected = whole(batch)
         outputs = [single(image[None]) for image in batch]
@@ -118,7 +118,7 @@ def test_a_window_needs_no_excuse(check):
 
 @pytest.mark.parametrize("method", ["roid", "cmf"])
 def test_a_stream_of_single_images_is_refused(method):
-    model = acclimate.adapt(tiny_vit(), method, **HOW)
+    model = acclimate.adapt(tiny_model(), method, **HOW)
     before = model.state.capture()
     with pytest.raises(InputError, match=r"pass at least two at once, let it collect some \(window=16\)"):
         model(tiny_batches(1, 1)[0])
@@ -128,7 +128,7 @@ def test_a_stream_of_single_images_is_refused(method):
 
 
 def test_a_single_image_at_the_end_is_predicted():
-    model = acclimate.adapt(tiny_vit(), "roid", lr=0.01, **HOW)
+    model = acclimate.adapt(tiny_model(), "roid", lr=0.01, **HOW)
     model(tiny_batches(1, 4)[0])
     before = [p.detach().clone() for p in model.engine.adapted.tensors]
     assert model(tiny_batches(1, 1)[0]).isfinite().all()
@@ -139,15 +139,15 @@ def test_a_single_image_at_the_end_is_predicted():
 def test_equal_images(batches):
     """Nothing to tell them apart: the default learns from all alike, the reference divides 0 by 0 and skips."""
     images = batches[0][:1].repeat(4, 1, 1, 1)
-    default = acclimate.adapt(tiny_vit(), "roid", lr=0.01, micro_batch=4, **HOW)
+    default = acclimate.adapt(tiny_model(), "roid", lr=0.01, micro_batch=4, **HOW)
     assert default(images).isfinite().all()
-    reference = acclimate.adapt(tiny_vit(), "roid", reference=True, micro_batch=4, **HOW)
+    reference = acclimate.adapt(tiny_model(), "roid", reference=True, micro_batch=4, **HOW)
     assert reference(images).isfinite().all()
     assert default.record.used in (4, 3, 2, 1) and default.record.drift > 0
 
 
 def test_class_subset(batches):
-    model = acclimate.adapt(double_vit(), "roid", classes=[0, 3, 9], lr=0.01, **HOW)
+    model = acclimate.adapt(double_model(), "roid", classes=[0, 3, 9], lr=0.01, **HOW)
     for images in batches:
         assert model(images).shape == (6, 3)
     assert_exact(model.method.average[:3].sum(), 1.0)
@@ -156,8 +156,8 @@ def test_class_subset(batches):
 
 def test_filter_by_hand(batches):
     options = dict(lr=0.02, alpha=0.9, gamma=0.8, q=3.0)
-    model = acclimate.adapt(double_vit(), "cmf", **options, **HOW)
-    plain = acclimate.adapt(double_vit(), "roid", lr=0.02, source_momentum=1, **HOW)
+    model = acclimate.adapt(double_model(), "cmf", **options, **HOW)
+    plain = acclimate.adapt(double_model(), "roid", lr=0.02, source_momentum=1, **HOW)
     count = sum(p.numel() for p in model.engine.adapted.tensors)
     q = 3.0 * count / 38_400
     model(batches[0])
@@ -191,4 +191,4 @@ def test_the_gain_has_limits():
 )
 def test_bad_options(method, options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), method, **options, **HOW)
+        acclimate.adapt(tiny_model(), method, **options, **HOW)

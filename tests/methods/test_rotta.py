@@ -12,8 +12,8 @@ from timm.models.vision_transformer import VisionTransformer
 import acclimate
 from acclimate.errors import ConfigError, ModelError, NonFiniteError
 from acclimate.methods.rotta import EMPTY
-from acclimate.testing.check import tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.testing.check import tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 HOW = dict(mean=0.5, std=0.5)
@@ -21,7 +21,7 @@ HOW = dict(mean=0.5, std=0.5)
 
 def memory(size, **held):
     """A method whose memory holds samples: label, entropy, arrival."""
-    method = acclimate.adapt(tiny_vit(), "rotta", memory=size, **HOW).method
+    method = acclimate.adapt(tiny_model(), "rotta", memory=size, **HOW).method
     for i, (label, h, arrival) in enumerate(held.values()):
         method.labels[i], method.entropies[i], method.arrivals[i] = label, h, arrival
     method.seen.fill_(10)
@@ -56,7 +56,7 @@ def test_score():
 
 def test_more_classes_than_places():
     """At most one sample per class."""
-    model = acclimate.adapt(tiny_vit(), "rotta", memory=4, every=100, **HOW)
+    model = acclimate.adapt(tiny_model(), "rotta", memory=4, every=100, **HOW)
     for images in tiny_batches(5):
         model(images)
     held = model.method.labels[model.method.labels != EMPTY].tolist()
@@ -65,10 +65,10 @@ def test_more_classes_than_places():
 
 def test_an_update_by_hand():
     images = double_batches()[0]
-    model = acclimate.adapt(double_vit(), "rotta", lr=0.01, nu=0.3, memory=60, every=6, **HOW)
+    model = acclimate.adapt(double_model(), "rotta", lr=0.01, nu=0.3, memory=60, every=6, **HOW)
     seen, draw = [], model.method.augmented
     model.method.augmented = lambda *a: seen.append((a[1], draw(*a))) or seen[-1][1]
-    plain, teacher = double_vit(), double_vit()
+    plain, teacher = double_model(), double_model()
     assert_exact(model(images), plain(images))
     ((places, views),) = seen
     assert places.tolist() == list(range(6))
@@ -89,7 +89,7 @@ def test_an_update_by_hand():
 
 def test_batches_do_not_matter_between_updates(batches):
     """Updates come by samples, so images one by one make the same memory; the predictions differ after an update only."""
-    whole, single = (acclimate.adapt(double_vit(), "rotta", every=18, **HOW) for _ in range(2))
+    whole, single = (acclimate.adapt(double_model(), "rotta", every=18, **HOW) for _ in range(2))
     for images in batches[:2]:
         assert_exact(whole(images), torch.cat([single(i[None]) for i in images]))
     assert torch.equal(whole.method.labels, single.method.labels) and torch.equal(whole.method.images, single.method.images)
@@ -97,7 +97,7 @@ def test_batches_do_not_matter_between_updates(batches):
 
 def test_a_failure_after_an_update_undoes_it(batches):
     """Two updates in a batch, of which the second fails."""
-    model = acclimate.adapt(tiny_vit(), "rotta", every=3, guard=None, **HOW)
+    model = acclimate.adapt(tiny_model(), "rotta", every=3, guard=None, **HOW)
     learn, calls = model.method.learn, []
 
     def failing(engine):
@@ -138,4 +138,4 @@ def test_images_of_any_size_cannot_be_remembered():
 )
 def test_bad_options(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), "rotta", **options, **HOW)
+        acclimate.adapt(tiny_model(), "rotta", **options, **HOW)

@@ -11,8 +11,8 @@ import acclimate
 from acclimate.errors import ConfigError
 from acclimate.methods._siamese import divergence
 from acclimate.methods.spa import SPA, drop, low_frequencies, mix, surer
-from acclimate.testing.check import tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.testing.check import tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 GIVEN = {"mean": 0.5, "std": 0.5}
@@ -58,7 +58,7 @@ def test_a_step_is_the_one_of_the_paper(monkeypatch):
     ]
     stored = iter(draws)
     monkeypatch.setattr(SPA, "draw", lambda *_: next(stored))
-    plain = double_vit()
+    plain = double_model()
     head, norms = plain.head, [p for n, p in plain.named_parameters() if "norm" in n]
     predictor = torch.eye(32, dtype=torch.float64, requires_grad=True)
     alpha = torch.full((4, 4), math.sqrt(0.3), dtype=torch.float64, requires_grad=True)
@@ -66,7 +66,7 @@ def test_a_step_is_the_one_of_the_paper(monkeypatch):
     optimizer = torch.optim.SGD(groups, momentum=0.9)
     ascent = torch.optim.SGD([alpha], lr=0.5, momentum=0.8, maximize=True)
     model = acclimate.adapt(
-        double_vit(), "spa", lr_predictor=0.03, noise=0.3, lr_noise=0.5, momentum_noise=0.8, reference=True, **GIVEN
+        double_model(), "spa", lr_predictor=0.03, noise=0.3, lr_noise=0.5, momentum_noise=0.8, reference=True, **GIVEN
     )
     for images, (noise, keep) in zip(batches, draws):
         target = plain(images).detach()
@@ -88,17 +88,17 @@ def test_a_step_is_the_one_of_the_paper(monkeypatch):
 
 
 def test_noisy_views_stay_within_what_pixels_can_be():
-    model = acclimate.adapt(double_vit(), "spa", mean=[0.2, 0.3, 0.4], std=[0.1, 0.2, 0.5])
+    model = acclimate.adapt(double_model(), "spa", mean=[0.2, 0.3, 0.4], std=[0.1, 0.2, 0.5])
     clipped = model.method.clip(torch.full((1, 3, 1, 1), 9.0, dtype=torch.float64), model.engine)
     assert_exact(clipped.flatten(), [8.0, 3.5, 1.2])
     model.unwrap()
-    reference = acclimate.adapt(tiny_vit(), "spa", mean=0.2, std=0.1, reference=True)
+    reference = acclimate.adapt(tiny_model(), "spa", mean=0.2, std=0.1, reference=True)
     assert reference.method.clip(torch.full((1, 3, 1, 1), 9.0), reference.engine).max() == 1
 
 
 def test_views_that_are_as_sure_teach_nothing(batches):
     """Without noise and with every frequency, view and target are equal."""
-    model = acclimate.adapt(double_vit(), "spa", noise=0.0, dropped_frequencies=0.0, low_frequencies=0.0, lr=0.5, **GIVEN)
+    model = acclimate.adapt(double_model(), "spa", noise=0.0, dropped_frequencies=0.0, low_frequencies=0.0, lr=0.5, **GIVEN)
     before = model.snapshot()
     model(batches[0].clamp(-1, 1))
     after = model.snapshot()
@@ -112,4 +112,4 @@ def test_views_that_are_as_sure_teach_nothing(batches):
 )
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), "spa", **GIVEN, **options)
+        acclimate.adapt(tiny_model(), "spa", **GIVEN, **options)

@@ -10,8 +10,8 @@ import torch
 import acclimate
 from acclimate.core.engine import entropy
 from acclimate.errors import ConfigError
-from acclimate.testing.check import tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.testing.check import tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 
@@ -30,8 +30,8 @@ def prompted(plain, images, tokens):
 
 @pytest.mark.parametrize("deep", [False, True])
 def test_a_step_is_sars_on_the_prompts(deep):
-    plain = double_vit().requires_grad_(False)
-    model = acclimate.adapt(double_vit(), "vpt", prompts=2, deep=deep, lr=0.3, margin=1.5, recovery=0.0)
+    plain = double_model().requires_grad_(False)
+    model = acclimate.adapt(double_model(), "vpt", prompts=2, deep=deep, lr=0.3, margin=1.5, recovery=0.0)
     tokens = [p.detach().clone().requires_grad_() for p in model.engine.adapted.tensors]
     assert len(tokens) == (4 if deep else 1) and {tuple(p.shape) for p in tokens} == {(2, 32)}
     optimizer = torch.optim.SGD(tokens, lr=0.3, momentum=0.9)
@@ -55,7 +55,7 @@ def test_a_step_is_sars_on_the_prompts(deep):
 
 
 def test_prompts_begin_as_in_the_paper():
-    model = acclimate.adapt(tiny_vit(), "vpt", prompts=200)
+    model = acclimate.adapt(tiny_model(), "vpt", prompts=200)
     bound = math.sqrt(6 / (3 * 8**2 + 32))
     (values,) = model.engine.adapted.tensors
     assert 0.99 * bound < float(values.detach().abs().max()) <= bound and abs(float(values.detach().mean())) < 0.02 * bound
@@ -64,13 +64,13 @@ def test_prompts_begin_as_in_the_paper():
 
 @pytest.mark.parametrize("batch", [6, 1])
 def test_the_default_learning_rate_follows_the_batch(batch):
-    model = acclimate.adapt(tiny_vit(), "vpt")
+    model = acclimate.adapt(tiny_model(), "vpt")
     model(tiny_batches(1, batch)[0])
     assert model.engine.adapted.optimizer.param_groups[0]["lr"] == pytest.approx(model.method.lr_at_64 * batch / 64)
 
 
 def test_a_recovery_brings_back_the_first_prompts(batches):
-    model = acclimate.adapt(tiny_vit(), "vpt", lr=0.3, margin=5.0, recovery=5.0)
+    model = acclimate.adapt(tiny_model(), "vpt", lr=0.3, margin=5.0, recovery=5.0)
     before = model.engine.adapted.tensors[0].detach().clone()
     model(batches[0])
     assert model.record.event == "recovered" and torch.equal(model.engine.adapted.tensors[0].detach(), before)
@@ -79,6 +79,6 @@ def test_a_recovery_brings_back_the_first_prompts(batches):
 def test_impossible_options_are_refused():
     for options in ({"prompts": 0}, {"prompts": 1.5}, {"lr": -1}, {"rho": -1}, {"loss": "magic"}):
         with pytest.raises(ConfigError, match=next(iter(options))):
-            acclimate.adapt(tiny_vit(), "vpt", **options)
+            acclimate.adapt(tiny_model(), "vpt", **options)
     with pytest.raises(ConfigError, match="no option 'blocks'"):
-        acclimate.adapt(tiny_vit(), "vpt", blocks=3)
+        acclimate.adapt(tiny_model(), "vpt", blocks=3)

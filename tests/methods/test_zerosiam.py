@@ -10,8 +10,8 @@ import acclimate
 from acclimate.core.engine import entropy
 from acclimate.errors import ConfigError
 from acclimate.methods._siamese import divergence
-from acclimate.testing.check import tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.testing.check import tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 
@@ -25,12 +25,12 @@ def test_divergence_is_that_of_the_distributions():
 
 
 def test_a_step_is_the_one_of_the_paper():
-    plain = double_vit()
+    plain = double_model()
     predictor = torch.eye(32, dtype=torch.float64, requires_grad=True)
     norms = [p for n, p in plain.named_parameters() if "norm" in n]
     groups = [{"params": norms, "lr": 0.02}, {"params": [predictor], "lr": 0.05}]
     optimizer = torch.optim.SGD(groups, momentum=0.8)
-    model = acclimate.adapt(double_vit(), "zerosiam", lr=0.02, lr_predictor=0.05, alignment=0.7, momentum=0.8)
+    model = acclimate.adapt(double_model(), "zerosiam", lr=0.02, lr_predictor=0.05, alignment=0.7, momentum=0.8)
     for images in double_batches():
         features = plain.forward_head(plain.forward_features(images), pre_logits=True)
         clean, other = plain.head(features).detach(), plain.head(features @ predictor.T)
@@ -53,12 +53,12 @@ def test_a_step_is_the_one_of_the_paper():
     ],
 )
 def test_learning_rates(batch, options, expected):
-    optimizer = acclimate.adapt(tiny_vit(), "zerosiam", **options).method.optimizer(batch)
+    optimizer = acclimate.adapt(tiny_model(), "zerosiam", **options).method.optimizer(batch)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx(expected)
 
 
 def test_a_subset_of_the_classes(batches):
-    model = acclimate.adapt(tiny_vit(), "zerosiam", classes=[1, 4, 9])
+    model = acclimate.adapt(tiny_model(), "zerosiam", classes=[1, 4, 9])
     for images in tiny_batches(2):
         assert model(images).shape == (6, 3)
     assert model.record.used == 6 and model.record.drift > 0
@@ -69,4 +69,4 @@ def test_a_subset_of_the_classes(batches):
 )
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), "zerosiam", **options)
+        acclimate.adapt(tiny_model(), "zerosiam", **options)

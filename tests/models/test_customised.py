@@ -24,11 +24,11 @@ from acclimate.analysis.attention import attention_maps
 from acclimate.core.registry import find_method
 from acclimate.core.statistics import KINDS
 from acclimate.errors import ModelError
-from acclimate.models.families import view
+from acclimate.models.families import view_of
 from acclimate.models.fingerprint import fingerprint
 from acclimate.models.surgery import OpenAttention, capture
-from acclimate.testing.check import SIZES, Case, assert_identical, tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.testing.check import SIZES, Case, assert_identical, tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model, vit_methods
 
 PROJECTIONS = {"timm": ["qkv"], "hf": ["q_proj", "k_proj", "v_proj"], "torchvision": []}  # linear layers in the attention
 LAST_LAYER = {"timm": "mlp.fc2", "hf": "mlp.fc2", "torchvision": "mlp.3"}
@@ -116,87 +116,89 @@ def attention_of(block):
 # ---- single changes ---------------------------------------------------------------------------------------------------
 
 
-def lora(vit, i):
-    for name in PROJECTIONS[vit.family]:
-        put(attention_of(vit.blocks[i]), name, LoRA)
-    put(vit.blocks[i].module, LAST_LAYER[vit.family], LoRA)
+def lora(view, i):
+    for name in PROJECTIONS[view.family]:
+        put(attention_of(view.blocks[i]), name, LoRA)
+    put(view.blocks[i].module, LAST_LAYER[view.family], LoRA)
 
 
-def subclass(vit, i):
+def subclass(view, i):
     def doubled(base):
         made = Doubled(base.in_features, base.out_features).to(base.weight)
         made.load_state_dict(base.state_dict())
         return made
 
-    for name in PROJECTIONS[vit.family]:
-        put(attention_of(vit.blocks[i]), name, doubled)
-    put(vit.blocks[i].module, LAST_LAYER[vit.family], doubled)
+    for name in PROJECTIONS[view.family]:
+        put(attention_of(view.blocks[i]), name, doubled)
+    put(view.blocks[i].module, LAST_LAYER[view.family], doubled)
 
 
-def hook_on_projections(vit, i):
-    for name in PROJECTIONS[vit.family]:
-        getattr(attention_of(vit.blocks[i]), name).register_forward_hook(times(1.3))
+def hook_on_projections(view, i):
+    for name in PROJECTIONS[view.family]:
+        getattr(attention_of(view.blocks[i]), name).register_forward_hook(times(1.3))
 
 
-def hook_on_attention(vit, i):
-    attention_of(vit.blocks[i]).register_forward_hook(times(1.3))
+def hook_on_attention(view, i):
+    attention_of(view.blocks[i]).register_forward_hook(times(1.3))
 
 
-def hook_before_attention(vit, i):
+def hook_before_attention(view, i):
     def hook(module, args):
         x = torch.cat([args[0][:, :1] * 1.2, args[0][:, 1:]], dim=1)
         return tuple(x if a is args[0] else a for a in args)
 
-    attention_of(vit.blocks[i]).register_forward_pre_hook(hook)
+    attention_of(view.blocks[i]).register_forward_pre_hook(hook)
 
 
-def hook_on_output_projection(vit, i):
-    getattr(attention_of(vit.blocks[i]), OUTPUT[vit.family]).register_forward_hook(times(1.3))
+def hook_on_output_projection(view, i):
+    getattr(attention_of(view.blocks[i]), OUTPUT[view.family]).register_forward_hook(times(1.3))
 
 
-def hook_on_block(vit, i):
-    vit.blocks[i].module.register_forward_hook(mixed)
+def hook_on_block(view, i):
+    view.blocks[i].module.register_forward_hook(mixed)
 
 
-def hook_on_mlp(vit, i):
-    vit.blocks[i].mlp.register_forward_hook(mixed)
+def hook_on_mlp(view, i):
+    view.blocks[i].mlp.register_forward_hook(mixed)
 
 
-def hook_on_what_follows(vit, i):
-    norm = next(name for name in vit.after if name.endswith(("norm", "ln")))
-    vit.model.get_submodule(norm).register_forward_pre_hook(lambda module, args: (mixed(module, args, args[0]),))
+def hook_on_what_follows(view, i):
+    norm = next(name for name in view.after if name.endswith(("norm", "ln")))
+    view.model.get_submodule(norm).register_forward_pre_hook(lambda module, args: (mixed(module, args, args[0]),))
 
 
-def hooks_on_the_head(vit, i):
-    vit.head.register_forward_pre_hook(lambda module, args: (1.2 * args[0],))
-    vit.head.register_forward_hook(times(0.7))
+def hooks_on_the_head(view, i):
+    view.head.register_forward_pre_hook(lambda module, args: (1.2 * args[0],))
+    view.head.register_forward_hook(times(0.7))
 
 
-def forward_of_the_mlp(vit, i):
-    mlp = vit.blocks[i].mlp
+def forward_of_the_mlp(view, i):
+    mlp = view.blocks[i].mlp
     mlp.forward = lambda x: mixed(None, None, type(mlp).forward(mlp, x))
 
 
-def forward_of_the_block(vit, i):
-    block = vit.blocks[i].module
+def forward_of_the_block(view, i):
+    block = view.blocks[i].module
     block.forward = lambda x, *args, **kwargs: mixed(None, None, type(block).forward(block, x, *args, **kwargs))
 
 
-def forward_of_the_attention(vit, i):
+def forward_of_the_attention(view, i):
     if i == SIZES.depth - 1:  # of another block, DCT could not run it
-        attention = attention_of(vit.blocks[i])
+        attention = attention_of(view.blocks[i])
         attention.forward = lambda *args, **kwargs: times(1.3)(
             None, None, type(attention).forward(attention, *args, **kwargs)
         )
 
 
-def norm_of_the_weights(vit, i):
-    attention = attention_of(vit.blocks[i])
-    if vit.family == "torchvision":
+def norm_of_the_weights(view, i):
+    attention = attention_of(view.blocks[i])
+    if view.family == "torchvision":
         parametrize.register_parametrization(attention, "in_proj_weight", Scaled())
-    for name in PROJECTIONS[vit.family]:
+    for name in PROJECTIONS[view.family]:
         weight_norm(getattr(attention, name)).parametrizations.weight.original0.data.mul_(1.3)
-    weight_norm(vit.blocks[i].module.get_submodule(LAST_LAYER[vit.family])).parametrizations.weight.original0.data.mul_(0.7)
+    weight_norm(view.blocks[i].module.get_submodule(LAST_LAYER[view.family])).parametrizations.weight.original0.data.mul_(
+        0.7
+    )
 
 
 class Mixing(nn.Sequential):
@@ -206,19 +208,19 @@ class Mixing(nn.Sequential):
         return mixed(self, (x,), super().forward(x))
 
 
-def mlp_that_mixes_tokens(vit, i):
-    put(vit.blocks[i].module, "mlp", Mixing)
+def mlp_that_mixes_tokens(view, i):
+    put(view.blocks[i].module, "mlp", Mixing)
 
 
-def another_mlp(vit, i):
+def another_mlp(view, i):
     torch.manual_seed(i)
-    layers = nn.Linear(vit.width, 8), nn.GELU(), nn.Linear(8, vit.width)
-    put(vit.blocks[i].module, "mlp", lambda _: nn.Sequential(*layers).double())
+    layers = nn.Linear(view.width, 8), nn.GELU(), nn.Linear(8, view.width)
+    put(view.blocks[i].module, "mlp", lambda _: nn.Sequential(*layers).double())
 
 
-def norm_that_mixes_tokens(vit, i):
+def norm_that_mixes_tokens(view, i):
     if i == SIZES.depth - 1:
-        put(vit.model, next(name for name in vit.after if name.endswith(("norm", "ln"))), Mixing)
+        put(view.model, next(name for name in view.after if name.endswith(("norm", "ln"))), Mixing)
 
 
 CHANGES = [
@@ -245,7 +247,7 @@ CHANGES = [
 @contextmanager
 def conditioned(model, conditioners):
     """Let torch's attention see one more key and value in these blocks: an independent way to what DCT computes."""
-    vit, current = view(model), []
+    view, current = view_of(model), []
     own = F.scaled_dot_product_attention
 
     def more(q, k, v, *args, **kwargs):
@@ -258,7 +260,7 @@ def conditioned(model, conditioners):
 
     hooks = [
         attention_of(block).register_forward_pre_hook(lambda _, args, i=i: current.append((i, args[0])))
-        for i, block in enumerate(vit.blocks)
+        for i, block in enumerate(view.blocks)
     ]
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -278,9 +280,9 @@ every_change = pytest.mark.parametrize("change", CHANGES, ids=lambda change: cha
 
 def changed(family, change):
     """Return a new model with a change. A copy would not do: a `forward` of an instance keeps its first instance."""
-    model = double_vit(family)
+    model = double_model(family)
     for i in CHANGED:
-        change(view(model), i)
+        change(view_of(model), i)
     return model
 
 
@@ -290,7 +292,7 @@ def test_a_change_acts_in_the_last_block_and_in_conditioned_blocks(change, famil
     model = changed(family, change)
     expected = logits(model, images)
     if family != "torchvision" or change not in (hook_on_projections, hook_on_output_projection):
-        assert (expected - logits(double_vit(family), images)).abs().max() > 1e-3
+        assert (expected - logits(double_model(family), images)).abs().max() > 1e-3
     modules, forwards = dict(model.named_modules()), {name: vars(m).get("forward") for name, m in model.named_modules()}
     hooks = {name: (*m._forward_hooks.values(), *m._forward_pre_hooks.values()) for name, m in model.named_modules()}
     for method in ("tent", "dct"):
@@ -314,8 +316,8 @@ def test_a_change_acts_in_the_last_block_and_in_conditioned_blocks(change, famil
 @every_change
 def test_a_change_after_wrapping_acts_too(change, family):
     images = double_batches(1)[0]
-    model = double_vit(family)
-    kept = view(model)
+    model = double_model(family)
+    kept = view_of(model)
     adapter = acclimate.adapt(model, "tent")
     for i in CHANGED:
         change(kept, i)
@@ -329,16 +331,16 @@ def test_a_change_after_wrapping_acts_too(change, family):
 
 def customised(family):
     """Return a model with many changes, and a plain model that computes the same."""
-    model, plain = double_vit(family), double_vit(family)
-    vit, other = view(model), view(plain)
+    model, plain = double_model(family), double_model(family)
+    view, other = view_of(model), view_of(plain)
     for i in range(SIZES.depth):
-        lora(vit, i)
-        attention, unchanged = attention_of(vit.blocks[i]), attention_of(other.blocks[i])
+        lora(view, i)
+        attention, unchanged = attention_of(view.blocks[i]), attention_of(other.blocks[i])
         for name in PROJECTIONS[family]:
             setattr(unchanged, name, getattr(attention, name).merged())
         put(other.blocks[i].module, LAST_LAYER[family], lambda layer: LoRA(layer).merged())
         with torch.no_grad():
-            hook_on_attention(vit, i)
+            hook_on_attention(view, i)
             for p in getattr(unchanged, OUTPUT[family]).parameters():
                 p *= 1.3
             if family == "torchvision":
@@ -357,11 +359,11 @@ def customised(family):
     other.exchange_head(LoRA(other.head).merged())
     images = double_batches(1)[0]
     assert_exact(logits(model, images), logits(plain, images))
-    assert (logits(model, images) - logits(double_vit(family), images)).abs().max() > 0.1
+    assert (logits(model, images) - logits(double_model(family), images)).abs().max() > 0.1
     return model, plain
 
 
-@pytest.mark.parametrize("method", acclimate.list_methods())
+@pytest.mark.parametrize("method", vit_methods())
 def test_every_method_starts_from_the_customised_model(method, family):
     """An adapter of the customised model predicts as one of a plain model that computes the same.
 
@@ -393,36 +395,36 @@ def test_every_method_starts_from_the_customised_model(method, family):
 
 def tokens_in_the_last_mlp(adapter):
     images = double_batches(1)[0]
-    with capture([adapter.engine.vit.blocks[-1].mlp]) as seen, adapter.frozen(), adapter.engine.undivided():
+    with capture([adapter.engine.view.blocks[-1].mlp]) as seen, adapter.frozen(), adapter.engine.undivided():
         adapter(images)
-    return seen[adapter.engine.vit.blocks[-1].mlp].inputs.shape[1]
+    return seen[adapter.engine.view.blocks[-1].mlp].inputs.shape[1]
 
 
 def test_a_plain_model_keeps_its_short_last_block(family):
-    model = double_vit(family)
+    model = double_model(family)
     adapter = acclimate.adapt(model, "tent")
-    vit = adapter.engine.vit
+    view = adapter.engine.view
     assert tokens_in_the_last_mlp(adapter) == 1
-    vit.blocks[0].module.register_forward_hook(times(1.1))  # does not concern the last block
-    vit.head.register_forward_hook(times(1.1))
+    view.blocks[0].module.register_forward_hook(times(1.1))  # does not concern the last block
+    view.head.register_forward_hook(times(1.1))
     model.register_forward_hook(lambda *_: None)
     assert tokens_in_the_last_mlp(adapter) == 1
-    for module in (vit.layers[-1], vit.blocks[-1].module, vit.blocks[-1].attention, vit.blocks[-1].norm2):
+    for module in (view.layers[-1], view.blocks[-1].module, view.blocks[-1].attention, view.blocks[-1].norm2):
         for register in (module.register_forward_hook, module.register_forward_pre_hook, module.register_full_backward_hook):
             hook = register(lambda *_: None)
-            assert tokens_in_the_last_mlp(adapter) == vit.tokens
+            assert tokens_in_the_last_mlp(adapter) == view.tokens
             hook.remove()
             assert tokens_in_the_last_mlp(adapter) == 1
     everywhere = nn.modules.module.register_module_forward_hook(lambda *_: None)
-    assert tokens_in_the_last_mlp(adapter) == vit.tokens
+    assert tokens_in_the_last_mlp(adapter) == view.tokens
     everywhere.remove()
     assert tokens_in_the_last_mlp(adapter) == 1
 
 
 def test_a_hook_of_the_last_block_sees_all_tokens(family):
     seen = []
-    model = double_vit(family)
-    last = view(model).blocks[-1].module
+    model = double_model(family)
+    last = view_of(model).blocks[-1].module
     last.register_forward_hook(lambda module, args, out: seen.append((module, tuple(out.shape))))
     for method in ("source", "dct", "vpt"):
         adapter = acclimate.adapt(model, method, micro_batch=6)
@@ -435,7 +437,7 @@ def test_a_hook_of_the_last_block_sees_all_tokens(family):
 def test_code_of_a_user_runs_in_the_thread_of_the_caller():
     """It may not be ready for several threads: peft, for one, changes the weights of an attention while that runs."""
     threads = set()
-    model = double_vit()
+    model = double_model()
     model.blocks[0].mlp.register_forward_hook(lambda *_: threads.add(threading.get_ident()))
     adapter = acclimate.adapt(model, "tent", micro_batch=1)
     for images in double_batches(2):
@@ -445,7 +447,7 @@ def test_code_of_a_user_runs_in_the_thread_of_the_caller():
 
 def test_a_subclass_of_the_model(family):
     """Code of its own is run as it is; a subclass without any keeps the short last block."""
-    base = type(double_vit(family))
+    base = type(double_model(family))
     subclasses = {
         "timm": dict(pool=lambda self, x, *_: mixed(None, None, x)[:, 0]),
         "hf": dict(forward=lambda self, x: self.classifier(mixed(None, None, self.vit(x).last_hidden_state)[:, 0])),
@@ -456,9 +458,9 @@ def test_a_subclass_of_the_model(family):
         ),
     }  # fmt: skip
     images = double_batches(1)[0]
-    plain = logits(double_vit(family), images)
+    plain = logits(double_model(family), images)
     for overridden, tokens in ((subclasses[family], 17), ({}, 1)):
-        model = double_vit(family)
+        model = double_model(family)
         model.__class__ = type("Own", (base,), overridden)
         expected = logits(model, images)
         assert torch.equal(expected, plain) is not bool(overridden)
@@ -508,7 +510,7 @@ def patched_attention(model):
 @pytest.mark.parametrize("change", [shouting_attention, wrapped_attention, patched_attention])
 def test_attention_with_code_of_its_own_is_refused_by_conditioners_alone(change):
     images = double_batches(1)[0]
-    model = double_vit()
+    model = double_model()
     change(model)
     expected, modules = logits(model, images), dict(model.named_modules())
     forwards = [vars(m).get("forward") for m in modules.values()]
@@ -532,7 +534,7 @@ def test_attention_with_code_of_its_own_is_refused_by_conditioners_alone(change)
 
 
 def model_again(change):
-    model = double_vit()
+    model = double_model()
     change(model)
     return model
 
@@ -553,7 +555,7 @@ def test_a_block_that_masks_its_attention():
             return super().forward(x, is_causal=True)
 
     images = double_batches(1)[0]
-    model = double_vit()
+    model = double_model()
     for i in CHANGED:
         model.blocks[i].__class__ = Causal
     expected = logits(model, images)
@@ -569,7 +571,7 @@ def test_a_block_that_masks_its_attention():
 def test_a_learned_scale_for_each_head():
     images = double_batches(1)[0]
     scale = torch.tensor([0.1, 0.4], dtype=torch.float64).view(2, 1, 1)
-    model, plain = double_vit(), double_vit()
+    model, plain = double_model(), double_model()
     for i in range(SIZES.depth):
         ours, theirs = model.blocks[i].attn, plain.blocks[i].attn
         ours.fused_attn, ours.scale = False, scale
@@ -593,17 +595,17 @@ def test_a_dropout_of_attention_weights_that_a_user_wrote():
             return weights.square() / weights.square().sum(-1, keepdim=True)
 
     images = double_batches(1)[0]
-    model = double_vit()
+    model = double_model()
     for block in model.blocks:
         block.attn.attn_drop, block.attn.fused_attn = Sharpened(), False
     expected = logits(model, images)
     assert_exact(frozen(acclimate.adapt(model, "tent"), images), expected)
-    plain = double_vit()  # a squared weight is that of a doubled score
+    plain = double_model()  # a squared weight is that of a doubled score
     with torch.no_grad():
         for block in plain.blocks:
             block.attn.qkv.weight[: SIZES.width] *= 2
             block.attn.qkv.bias[: SIZES.width] *= 2
-    again = double_vit()
+    again = double_model()
     for block in again.blocks:
         block.attn.attn_drop, block.attn.fused_attn = Sharpened(), False
     ours, theirs = (acclimate.adapt(each, "dct") for each in (again, plain))
@@ -619,7 +621,7 @@ def test_an_attention_function_that_a_user_registered():
 
     transformers.AttentionInterface.register("cooled", cooled)
     images = double_batches(1)[0]
-    model, plain = double_vit("hf"), double_vit("hf")
+    model, plain = double_model("hf"), double_model("hf")
     model.config._attn_implementation = "cooled"
     with torch.no_grad():
         for layer in plain.vit.layers:
@@ -640,7 +642,7 @@ def test_an_attention_function_that_a_user_registered():
 def test_a_method_that_calls_the_head_alone_needs_a_model_that_ends_with_it(method, family):
     """A change of the logits after the head is refused; changes of the head, and hooks that only look, are not."""
     case, images = Case(find_method(method), family), double_batches(1)[0]
-    cooled = double_vit(family)
+    cooled = double_model(family)
     cooled.register_forward_hook(
         lambda m, args, out: out.__setitem__("logits", out.logits / 3) or out if family == "hf" else out / 3
     )
@@ -648,39 +650,41 @@ def test_a_method_that_calls_the_head_alone_needs_a_model_that_ends_with_it(meth
     with pytest.raises(ModelError, match="changes the logits after its head"):
         case.wrap(cooled)
     assert dict(cooled.named_modules()) == modules
-    assert_exact(frozen(acclimate.adapt(cooled, "tent"), images), logits(double_vit(family), images) / 3)
+    assert_exact(frozen(acclimate.adapt(cooled, "tent"), images), logits(double_model(family), images) / 3)
 
-    looking, plain = double_vit(family), double_vit(family)
+    looking, plain = double_model(family), double_model(family)
     looking.register_forward_hook(lambda *_: None)
-    view(looking).head.register_forward_hook(lambda *_: None)
+    view_of(looking).head.register_forward_hook(lambda *_: None)
     assert_exact(case.wrap(looking)(images), case.wrap(plain)(images))
 
-    hooked, merged = double_vit(family), double_vit(family)
-    head = view(hooked).head
+    hooked, merged = double_model(family), double_model(family)
+    head = view_of(hooked).head
     head.register_forward_pre_hook(lambda module, args: (2 * args[0],))
     head.register_forward_hook(lambda module, args, out: out[:, [1, 0, *range(2, SIZES.classes)]])
     with torch.no_grad():
-        view(merged).head.weight.copy_(2 * head.weight[[1, 0, *range(2, SIZES.classes)]])
-        view(merged).head.bias.copy_(head.bias[[1, 0, *range(2, SIZES.classes)]])
+        view_of(merged).head.weight.copy_(2 * head.weight[[1, 0, *range(2, SIZES.classes)]])
+        view_of(merged).head.bias.copy_(head.bias[[1, 0, *range(2, SIZES.classes)]])
     assert_exact(logits(hooked, images), logits(merged, images))
     assert_exact(case.wrap(hooked)(images), case.wrap(merged)(images))
 
 
 def test_a_head_in_place_of_torchvisions_layers():
     images = double_batches(1)[0]
-    model = double_vit("torchvision")
+    model = double_model("torchvision")
     model.heads = model.heads.head
     for method in ("tent", "t3a", "dct"):
-        ours, theirs = (acclimate.adapt(each, method) for each in (model, double_vit("torchvision")))
+        ours, theirs = (acclimate.adapt(each, method) for each in (model, double_model("torchvision")))
         assert torch.equal(ours(images), theirs(images))
         ours.unwrap()
 
 
-def test_a_part_of_another_kind_is_named():
-    model = double_vit()
+def test_a_part_of_another_kind_hides_the_blocks_alone():
+    model = double_model()
     model.patch_embed = nn.Sequential(model.patch_embed)
-    with pytest.raises(ModelError, match=r"parts was replaced by one that lacks something \(.*no attribute"):
-        acclimate.adapt(model, "tent")
+    with pytest.raises(ModelError, match=r"vpt needs the blocks of a vision.*timm VisionTransformer lacks.*suit.*: .*tent"):
+        acclimate.adapt(model, "vpt")
+    images = double_batches(1)[0]
+    assert_exact(acclimate.adapt(model, "tent")(images), acclimate.adapt(double_model(), "tent")(images))
 
 
 def test_prototypes_need_a_linear_head():
@@ -689,7 +693,7 @@ def test_prototypes_need_a_linear_head():
             return F.linear(F.normalize(x, dim=-1), self.weight)
 
     images = double_batches(1)[0]
-    model = double_vit()
+    model = double_model()
     model.head = Cosine(SIZES.width, SIZES.classes).double()
     expected = logits(model, images)
     with pytest.raises(ModelError, match="its head, a Cosine, is not a linear function of the features"):
@@ -701,8 +705,8 @@ def test_prototypes_need_a_linear_head():
 
 
 def quantised(family="timm", *, head=False):
-    model = tiny_vit(family)
-    own = view(model).head
+    model = tiny_model(family)
+    own = view_of(model).head
     names = {name for name, m in model.named_modules() if type(m) is nn.Linear and (head or m is not own)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -738,7 +742,7 @@ def test_quantised_layers_act_in_methods_without_gradients(head, family, tmp_pat
 def test_quantised_layers_are_refused_by_methods_with_gradients():
     model = quantised()
     modules = dict(model.named_modules())
-    for method in acclimate.list_methods():
+    for method in vit_methods():
         kind = find_method(method)
         if Case(kind).wrap().method.info.passes[1]:
             learned = any(KINDS[need].learned for need in kind.info.needs)
@@ -755,21 +759,21 @@ def test_quantised_weights_have_fingerprints():
     digests = []
     for family in ("timm", "timm", "torchvision"):
         model = quantised(family)
-        digests.append(fingerprint(view(model), model.state_dict()))
+        digests.append(fingerprint(view_of(model), model.state_dict()))
     assert digests[0] == digests[1] and digests[0]["architecture"] != digests[2]["architecture"]
-    other = tiny_vit()
+    other = tiny_model()
     with torch.no_grad():
         other.blocks[2].mlp.fc1.weight[0, 0] += 1
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         names = {name for name, m in other.named_modules() if isinstance(m, nn.Linear) and name != "head"}
         torch.ao.quantization.quantize_dynamic(other, names, inplace=True)
-    digests.append(fingerprint(view(other), other.state_dict()))
+    digests.append(fingerprint(view_of(other), other.state_dict()))
     assert digests[0]["architecture"] == digests[3]["architecture"] and digests[0]["weights"] != digests[3]["weights"]
 
 
 def test_a_layer_without_gradients_is_named():
-    model = double_vit()
+    model = double_model()
     model.head.register_forward_hook(lambda module, args, out: out.detach())
     adapter = acclimate.adapt(model, "tent")
     before = adapter.state.capture()
@@ -783,27 +787,27 @@ def test_a_layer_without_gradients_is_named():
 
 def test_a_parametrised_norm_adapts_as_a_plain_one(family):
     """What its weight is computed from adapts."""
-    model, plain = double_vit(family), double_vit(family)
-    for norm in view(model).norms:
+    model, plain = double_model(family), double_model(family)
+    for norm in view_of(model).norms:
         parametrize.register_parametrization(norm, "weight", nn.Identity())
     ours, theirs = (acclimate.adapt(each, "tent", lr=0.01) for each in (model, plain))
     for images in double_batches(3):
         assert_exact(ours(images), theirs(images))
     assert len(ours.engine.adapted.tensors) == len(theirs.engine.adapted.tensors)
-    expected = logits(double_vit(family), double_batches(1)[0])
+    expected = logits(double_model(family), double_batches(1)[0])
     assert_exact(logits(ours.unwrap(), double_batches(1)[0]), expected)
-    assert all(parametrize.is_parametrized(norm, "weight") for norm in view(model).norms)
+    assert all(parametrize.is_parametrized(norm, "weight") for norm in view_of(model).norms)
 
 
 def test_all_weights_adapt_when_some_are_parametrised():
-    model, plain = double_vit(), double_vit()
+    model, plain = double_model(), double_model()
     for block in model.blocks:
         parametrize.register_parametrization(block.attn.qkv, "weight", nn.Identity())
     ours, theirs = (Case(find_method("cotta")).wrap(each, lr=0.1) for each in (model, plain))
     assert sorted(p.shape for p in ours.engine.adapted.tensors) == sorted(p.shape for p in theirs.engine.adapted.tensors)
     ours(double_batches(1)[0])
-    weight = ours.engine.vit.blocks[0].module.attn.qkv.weight
-    assert not torch.equal(weight, double_vit().blocks[0].attn.qkv.weight)
+    weight = ours.engine.view.blocks[0].module.attn.qkv.weight
+    assert not torch.equal(weight, double_model().blocks[0].attn.qkv.weight)
 
 
 # ---- other libraries' wrappers ----------------------------------------------------------------------------------------
@@ -817,14 +821,15 @@ def test_a_model_with_adapters_of_peft(family):
     images = double_batches(1)[0]
     torch.manual_seed(0)
     config = peft.LoraConfig(r=2, target_modules=TARGETS[family], init_lora_weights=False)
-    outer = peft.get_peft_model(double_vit(family), config).eval()
+    outer = peft.get_peft_model(double_model(family), config).eval()
     model = outer.get_base_model()
     plain = copy.deepcopy(outer).merge_and_unload()
     expected = logits(model, images)
     assert_exact(expected, logits(plain, images))
-    assert (expected - logits(double_vit(family), images)).abs().max() > 1e-2
-    with pytest.raises(ModelError, match=r"contains a \w+ \w+ as its base_model.model: pass that one"):
-        acclimate.adapt(outer, "tent")
+    assert (expected - logits(double_model(family), images)).abs().max() > 1e-2
+    wrapped = acclimate.adapt(outer, "tent")
+    assert_exact(wrapped(images), expected)
+    wrapped.unwrap()
     for method in ("tent", "dct", "t3a", "vpt"):
         ours, theirs = (acclimate.adapt(each, method) for each in (model, plain))
         for batch in double_batches(2):
@@ -838,17 +843,48 @@ def test_peft_on_the_attention_of_torchvision():
     images = double_batches(1)[0]
     torch.manual_seed(0)
     config = peft.LoraConfig(r=2, target_modules=["self_attention"], init_lora_weights=False)
-    model = peft.get_peft_model(double_vit("torchvision"), config).eval().get_base_model()
+    model = peft.get_peft_model(double_model("torchvision"), config).eval().get_base_model()
     expected = logits(model, images)
-    assert (expected - logits(double_vit("torchvision"), images)).abs().max() > 1e-2
+    assert (expected - logits(double_model("torchvision"), images)).abs().max() > 1e-2
     with pytest.raises(ModelError, match=r"encoder.layers.0.self_attention, a MultiheadAttention, runs code of its own"):
         acclimate.adapt(model, "dct")
     assert_exact(frozen(acclimate.adapt(model, "tent"), images), expected)
 
 
-def test_a_wrapper_names_the_model_inside():
-    with pytest.raises(ModelError, match=r"torch Sequential contains a timm VisionTransformer as its 1: pass that one"):
-        acclimate.adapt(nn.Sequential(nn.Identity(), tiny_vit()), "tent")
+@pytest.mark.parametrize("method", ["tent", "dct", "t3a", "vpt", "keel", "rem", "foa"])
+def test_a_wrapper_adapts_as_the_model_inside(method, family):
+    """Whatever is around a vision transformer, its blocks and its class token can be used."""
+    case, inner = Case(find_method(method), family), double_model(family)
+    outer = nn.Sequential(nn.Identity(), double_model(family))
+    modules = dict(outer.named_modules())
+    ours, theirs = case.wrap(outer), case.wrap(inner)
+    for images in double_batches(2):
+        assert_exact(ours(images), theirs(images))
+    assert ours.unwrap() is outer and dict(outer.named_modules()) == modules
+
+
+def test_a_wrapper_may_read_any_token():
+    """The last block is computed for all tokens, because the module around it may read them."""
+
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = double_model()
+            self.fc = nn.Linear(SIZES.width, 7).double()
+
+        def forward(self, images):
+            return self.fc(self.backbone.forward_features(images).mean(1))
+
+    model, images = Mean(), double_batches(1)[0]
+    expected = logits(model, images)
+    adapter = acclimate.adapt(model, "dct", init="zero")
+    assert adapter.engine.view.head is model.fc and adapter.engine.view.classes == 7
+    for method in ("source", "t3a", "tent", "keel"):
+        adapter.unwrap()
+        adapter = acclimate.adapt(model, method, recentre=False)
+        if method != "t3a":
+            assert_exact(frozen(adapter, images), expected, method)
+        assert adapter(images).shape == (6, 7)
 
 
 def test_a_model_without_values_is_refused():

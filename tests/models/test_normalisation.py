@@ -9,14 +9,14 @@ import acclimate
 from acclimate.data import bundled
 from acclimate.errors import ConfigError
 from acclimate.methods._augment import jitter_and_move, resized_crop
-from acclimate.testing.check import tiny_batches, tiny_vit
-from support import EXACT, assert_exact, double_batches, double_vit
+from acclimate.testing.check import tiny_batches, tiny_model
+from support import EXACT, assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 
 
 def test_pixels_there_and_back():
-    engine = acclimate.adapt(double_vit(), "source", mean=(0.1, 0.2, 0.3), std=0.5).engine
+    engine = acclimate.adapt(double_model(), "source", mean=(0.1, 0.2, 0.3), std=0.5).engine
     images = double_batches(1)[0]
     pixels = engine.to_pixels(images)
     assert_exact(pixels[:, 1], images[:, 1] * 0.5 + 0.2)
@@ -31,7 +31,7 @@ def test_a_timm_model_says_it_itself():
 
 
 def test_unknown_normalisation_is_refused_before_the_model_is_touched(family):
-    model = tiny_vit(family).train()
+    model = tiny_model(family).train()
     with pytest.raises(ConfigError, match=r"does not say how its images are normalised: give mean= and std="):
         acclimate.adapt(model, "cotta")
     assert model.training and all(p.requires_grad for p in model.parameters())
@@ -51,12 +51,12 @@ def test_unknown_normalisation_is_refused_before_the_model_is_touched(family):
 )
 def test_bad_normalisation(given, message):
     with pytest.raises(ConfigError, match=message):
-        acclimate.adapt(tiny_vit(), "source", **given)
+        acclimate.adapt(tiny_model(), "source", **given)
 
 
 def test_the_normalisation_is_saved(tmp_path):
-    acclimate.adapt(tiny_vit(), "cotta", mean=0.4, std=(0.1, 0.2, 0.3)).save(tmp_path / "state")
-    assert acclimate.load(tmp_path / "state", tiny_vit()).engine.normalisation.std == (0.1, 0.2, 0.3)
+    acclimate.adapt(tiny_model(), "cotta", mean=0.4, std=(0.1, 0.2, 0.3)).save(tmp_path / "state")
+    assert acclimate.load(tmp_path / "state", tiny_model()).engine.normalisation.std == (0.1, 0.2, 0.3)
 
 
 @pytest.mark.parametrize("padding", ["edge", "reflect"])
@@ -78,7 +78,7 @@ def test_given_rows_travel_with_their_samples():
     images, weights = double_batches(1, 6)[0], torch.tensor([0.0, 2.0, 0.0, 0.5, 0.0, 0.0])
     gradients = []
     for size in (6, 4, 1):
-        engine = acclimate.adapt(double_vit(), "tent", micro_batch=size).engine
+        engine = acclimate.adapt(double_model(), "tent", micro_batch=size).engine
 
         def weighted(logits, w):
             return w * logits.logsumexp(-1), w > 0
@@ -92,7 +92,7 @@ def test_given_rows_travel_with_their_samples():
 
 def test_a_sample_may_be_several_images():
     images = double_batches(1, 6)[0]
-    engine = acclimate.adapt(double_vit(), "tent").engine
+    engine = acclimate.adapt(double_model(), "tent").engine
     pairs = torch.stack([images, images.flip(-1)], dim=1)
     logits = engine.predict(pairs)
     assert_exact(logits[:, 1], engine.predict(images.flip(-1)))
@@ -101,7 +101,7 @@ def test_a_sample_may_be_several_images():
 
 
 def test_standing_elsewhere_copies_nothing_and_comes_back():
-    engine = acclimate.adapt(tiny_vit(), "tent", lr=0.1).engine
+    engine = acclimate.adapt(tiny_model(), "tent", lr=0.1).engine
     before = [p.detach().clone() for p in engine.adapted.tensors]
     others = [torch.zeros_like(p) for p in engine.adapted.tensors]
     places = [p.data_ptr() for p in engine.adapted.tensors]

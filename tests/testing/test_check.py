@@ -11,10 +11,12 @@ import torch
 
 import acclimate
 from acclimate.core.method import Info
-from acclimate.core.registry import _REGISTRY, find_method
+from acclimate.core.registry import _REGISTRY, find_method, fitting_methods
 from acclimate.errors import ConformanceError
+from acclimate.models.families import view_of
 from acclimate.testing import check as suite
 from acclimate.testing.check import CHECKS, Case
+from support import vit_methods
 
 
 @pytest.fixture
@@ -37,12 +39,22 @@ def threads(check):
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("name", acclimate.list_methods())
+@pytest.mark.parametrize("name", vit_methods())
 def test_method_conforms(name, family, check):
     cls = find_method(name)
     if check in cls.info.exceptions:
         pytest.xfail(cls.info.exceptions[check])
     CHECKS[check](Case(cls, family))
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", fitting_methods(view_of(suite.tiny_model("resnet"))))
+def test_method_conforms_with_batch_norm(name, check):
+    """Most methods need no more than norms, features or logits, and so they suit a ResNet."""
+    cls = find_method(name)
+    if check in cls.info.exceptions:
+        pytest.xfail(cls.info.exceptions[check])
+    CHECKS[check](Case(cls, "resnet"))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +86,7 @@ def forget_methods():
 def test_check_method_reports_every_outcome():
     outcomes = acclimate.check_method("source")
     assert set(outcomes.values()) == {"passed"}
-    assert len(outcomes) == 3 * len(CHECKS)
+    assert len(outcomes) == 4 * len(CHECKS)
 
 
 @pytest.mark.usefixtures("forget_methods", "only_timm")
@@ -104,9 +116,9 @@ def test_check_method_finds_a_counter_whose_effect_it_does_not_see():
 
     @acclimate.register("alternating")
     class Alternating(find_method("tent")):
-        def attach(self, vit, setup):
+        def attach(self, view, setup):
             self.count = 0
-            return super().attach(vit, setup)
+            return super().attach(view, setup)
 
         def step(self, images, engine):
             self.count += 1
@@ -123,7 +135,7 @@ class Holds(find_method("tent")):
 
     shared: ClassVar = {"steps": []}
 
-    def attach(self, vit, setup):
+    def attach(self, view, setup):
         self.numbers, self.names, self.seen = [1, [2]], {"a": [1]}, {1}
         self.plain = torch.zeros(3)
         self.inner = torch.nn.Identity()
@@ -132,8 +144,8 @@ class Holds(find_method("tent")):
         self.drawn = torch.Generator().manual_seed(0)
         self.constant = torch.nn.Parameter(torch.zeros(2))
         self.register_buffer("kept", torch.zeros(2))
-        self.both = (self.kept, vit)  # torch state, and the model
-        return super().attach(vit, setup)
+        self.both = (self.kept, view)  # torch state, and the model
+        return super().attach(view, setup)
 
     def step(self, images, engine):
         self.kept += 1
@@ -176,7 +188,7 @@ def test_check_method_finds_an_undeclared_change():
     class Sneaky(find_method("tent")):
         def step(self, images, engine):
             with torch.no_grad():
-                engine.vit.head.bias.add_(0.1)
+                engine.view.head.bias.add_(0.1)
             return super().step(images, engine)
 
     with pytest.raises(ConformanceError, match="only_declared_parameters_change"):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.statecheck import COUNT
-from ..models.view import ViT
+from ..models.view import ModelView
 
 
 class Bank(nn.Module):
@@ -17,12 +17,12 @@ class Bank(nn.Module):
 
     Args:
         size: The number of samples that the bank holds.
-        vit: The model. Features are the input of its head.
+        view: The model. Features are the input of its head.
         lagging: Behave as a bank that grows by appending whole batches. It may then hold somewhat more samples than `size`,
             and its pointer is one batch behind: the newest samples are the first to be replaced.
     """
 
-    def __init__(self, size: int, vit: ViT, *, lagging: bool = False) -> None:
+    def __init__(self, size: int, view: ModelView, *, lagging: bool = False) -> None:
         super().__init__()
         self.size = size
         self.lagging = lagging
@@ -31,9 +31,9 @@ class Bank(nn.Module):
         self.at: Tensor
         self.seen: Tensor
         places = 2 * size - 1 if lagging else size
-        like = torch.zeros(0, dtype=vit.precise, device=vit.device)
-        self.register_buffer("features", like.new_zeros(places, vit.head.in_features))
-        self.register_buffer("probabilities", like.new_zeros(places, vit.classes))
+        like = torch.zeros(0, dtype=view.precise, device=view.device)
+        self.register_buffer("features", like.new_zeros(places, view.feature_width))
+        self.register_buffer("probabilities", like.new_zeros(places, view.classes))
         self.register_buffer("at", torch.tensor(0))  # index of the next entry
         self.register_buffer("seen", torch.tensor(0))  # number of samples so far
         self.ranges = {"at": (0, places), "seen": COUNT, "grown": (0, places)}

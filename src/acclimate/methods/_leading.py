@@ -1,4 +1,4 @@
-"""The parameters that SAR, DCT, DeYO, POEM, REM and ReCAP adapt: the norms of all but the last blocks."""
+"""The parameters that SAR, DCT, DeYO, POEM, REM and ReCAP adapt: the norms of all but the last blocks or stages."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..core.engine import Engine
-from ..core.method import Method, Setup, scaled_lr
+from ..core.method import RESNET_LR, Method, Setup, scaled_lr
 from ..errors import ConfigError, require_between, require_whole
-from ..models.view import ViT, parameters_of
+from ..models.view import ModelView, parameters_of
 
 # The blocks that the released code leaves out: the last three of 12 blocks, and of 24 blocks also blocks 9 to 11.
 REFERENCE_SKIP = {9, 10, 11, 21, 22, 23}
@@ -36,11 +36,14 @@ def _plain(blocks: int | Sequence[int] | None) -> int | tuple[int, ...] | None:
 class LeadingNorms(Method):
     """The base class of methods that adapt the norms of the leading blocks by SGD.
 
-    The default learning rate is the usual one of the literature, and twice that for a batch of 1.
+    In a model without blocks, stages take their place. The default learning rate is the usual one of the literature, and
+    twice that for a batch of 1. For BatchNorm and GroupNorm it is SAR's for ResNet-50: 0.00025, and less for batches below
+    32.
     """
 
     lr_at_64: ClassVar[float] = 0.001
     single_sample_lr_factor = 2
+    _layer_norms = True
 
     def __init__(
         self,
@@ -70,9 +73,11 @@ class LeadingNorms(Method):
             raise ConfigError(f"blocks={self.blocks!r}: choose from the {depth} blocks of this model, 0 to {depth - 1}.")
         return list(chosen)
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt the norms of the chosen blocks."""
-        self._norms = parameters_of(norm for i in self.adapted_blocks(len(vit.blocks)) for norm in vit.blocks[i].norms)
+        stages = view.stages
+        self._layer_norms = view.kind_of_norm == "layer"
+        self._norms = parameters_of(norm for i in self.adapted_blocks(len(stages)) for norm in stages[i])
         return self._norms
 
     def norm_lr(self, batch_size: int) -> float:
@@ -80,6 +85,8 @@ class LeadingNorms(Method):
         if self.lr is not None:
             return self.lr
         batch_size = self.batch_size or batch_size
+        if not self._layer_norms:
+            return RESNET_LR * min(1.0, batch_size / 32)
         return scaled_lr(batch_size, self.lr_at_64) * (self.single_sample_lr_factor if batch_size == 1 else 1)
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
@@ -97,7 +104,7 @@ class LeadingNorms(Method):
             engine.adapted.update()
 
 
-def final_norms(vit: ViT) -> list[nn.Module]:
+def final_norms(view: ModelView) -> list[nn.Module]:
     """Return the norms between the last block and the head."""
-    norms = vit.norms
-    return norms[norms.index(vit.blocks[-1].norms[-1]) + 1 :]
+    norms = view.norms
+    return norms[norms.index(view.blocks[-1].norms[-1]) + 1 :]

@@ -51,4 +51,4 @@ def reliable_margin(engine: Engine, *, all_classes: bool = False) -> float:
 
     C is the number of classes of the target, or with `all_classes` that of the head.
     """
-    return 0.4 * math.log(engine.vit.classes if all_classes else engine.num_classes)
+    return 0.4 * math.log(engine.view.classes if all_classes else engine.num_classes)

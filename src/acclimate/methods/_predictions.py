@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from ..core.engine import Engine
-from ..models.view import ViT
+from ..models.view import ModelView
 
 
-def nothing_yet(vit: ViT) -> Tensor:
+def nothing_yet(view: ModelView) -> Tensor:
     """Return the initial value of the moving average, which is NaN."""
-    return torch.full((vit.classes,), math.nan, dtype=vit.precise, device=vit.device)
+    return torch.full((view.classes,), math.nan, dtype=view.precise, device=view.device)
 
 
 def or_uniform(average: Tensor, classes: int) -> Tensor:

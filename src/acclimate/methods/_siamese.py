@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core.engine import Engine
 from ..core.method import Method, Setup
 from ..errors import require_between
-from ..models.view import ViT, parameters_of
+from ..models.view import ModelView, parameters_of
 
 
 class Siamese(Method):
@@ -31,11 +31,11 @@ class Siamese(Method):
         self.momentum = momentum
         self.reference = reference
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt all norms and the predictor."""
-        vit.require_logits_of_head()
-        self._norms = parameters_of(vit.norms)
-        self.predictor = nn.Parameter(torch.eye(vit.head.in_features, dtype=vit.dtype, device=vit.device))
+        view.require_logits_of_head()
+        self._norms = parameters_of(view.norms)
+        self.predictor = nn.Parameter(torch.eye(view.feature_width, dtype=view.dtype, device=view.device))
         return [*self._norms, self.predictor]
 
     def groups(self, lr: float, lr_predictor: float) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ..core.engine import Engine
 from ..errors import ConfigError
-from ..models.view import ViT, require_supported
+from ..models.view import ModelView, require_supported
 
 
 class Teacher(nn.Module):
@@ -79,17 +79,17 @@ def symmetric_cross_entropy(logits: Tensor, others: Tensor) -> Tensor:
     return -0.5 * (log_q.exp() * log_p + log_p.exp() * log_q).sum(-1)
 
 
-def weights_and_biases(vit: ViT) -> list[nn.Parameter]:
+def weights_and_biases(view: ModelView) -> list[nn.Parameter]:
     """Return the weights and biases of all layers.
 
     Class token, position embedding and layer scales do not belong to a layer and are not included.
     """
     found = {
         p: None
-        for module in vit.model.modules()
+        for module in view.model.modules()
         for name, p in module.named_parameters(recurse=False)
         # the attention of torchvision has an in_proj_weight; a parametrised weight is computed from others
         if (name.endswith(("weight", "bias")) or isinstance(module, ParametrizationList)) and p.is_floating_point()
     }
-    require_supported(vit.model, bool(found), "it has no layer with weights or biases")
+    require_supported(view.model, bool(found), "it has no layer with weights or biases")
     return list(found)

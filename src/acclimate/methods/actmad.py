@@ -14,7 +14,7 @@ from ..core.method import Setup, Step
 from ..core.registry import register
 from ..core.statistics import constants
 from ..errors import require_between
-from ..models.view import ViT
+from ..models.view import ModelView
 from ._alignment import WITHOUT_SPREAD, align, require_spread
 from .tent import Tent
 
@@ -47,6 +47,7 @@ class ActMAD(Tent):
         Tent.info,
         paper="Mirza et al., CVPR 2023",
         remembers="mean and spread of the source's class tokens",
+        requires=("norms", "blocks"),
         needs=("class_tokens",),
         passes=(2, 1),
         exceptions={"batch_of_one": "one image has no standard deviation"},
@@ -57,11 +58,11 @@ class ActMAD(Tent):
         require_between(0, math.inf, lr=lr, weight=weight)
         self.weight = weight
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Load the source statistics, and adapt all norms."""
         found = setup.statistics_of("class_tokens")
-        self.source = constants((found["mean"], found["std"]), vit)
-        return super().attach(vit, setup)
+        self.source = constants((found["mean"], found["std"]), view)
+        return super().attach(view, setup)
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
         """Return SGD over the norms, and raise an error if the batch size of the stream is 1."""
@@ -72,7 +73,7 @@ class ActMAD(Tent):
         """Align the class tokens of the batch with the source in one update, by two passes."""
         if engine.ranks.positions(images)[1] == 1:
             return Step(self.predict(images, engine), event=WITHOUT_SPREAD)
-        aligned = align(images, engine, lambda part: engine.forward_with(engine.vit.class_tokens, part), self.distance)
+        aligned = align(images, engine, lambda part: engine.forward_with(engine.view.class_tokens, part), self.distance)
         engine.adapted.update()
         return aligned
 

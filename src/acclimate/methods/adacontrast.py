@@ -14,7 +14,7 @@ from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..core.statecheck import COUNT
 from ..errors import require_between, require_whole
-from ..models.view import ViT
+from ..models.view import ModelView
 from ._augment import mirrored, moco_view, views_of_each
 from ._bank import Bank, ring
 from ._predictions import log_mean_prediction, uniformity
@@ -60,6 +60,7 @@ class AdaContrast(Method):
         paper="Chen et al., CVPR 2022",
         adapts="weights and biases of all layers, and their average",
         remembers="an average of all weights, and a queue of features and predictions",
+        requires=("features",),
         augments=True,
         predicts_after=True,
         quick={"queue": 16, "neighbours": 3, "refine_after": 8},
@@ -103,21 +104,21 @@ class AdaContrast(Method):
         self.eta = eta
         self.reference = reference
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt the weights and biases of all layers, and create the averaged model, the bank and the queue."""
-        self._adapted = weights_and_biases(vit)
+        self._adapted = weights_and_biases(view)
         self.teacher = Teacher(self._adapted)
-        self.bank = Bank(self.queue, vit, lagging=self.reference)
-        width = vit.head.in_features
+        self.bank = Bank(self.queue, view, lagging=self.reference)
+        width = view.feature_width
         self.queue_features: Tensor
         self.queue_labels: Tensor
         self.queue_at: Tensor
         noise = F.normalize(torch.randn(self.queue, width, generator=setup.rng), dim=-1)
-        labels = torch.randint(vit.classes, (self.queue,), generator=setup.rng)
-        self.register_buffer("queue_features", noise.to(vit.device, vit.precise))
-        self.register_buffer("queue_labels", labels.to(vit.device))
+        labels = torch.randint(view.classes, (self.queue,), generator=setup.rng)
+        self.register_buffer("queue_features", noise.to(view.device, view.precise))
+        self.register_buffer("queue_labels", labels.to(view.device))
         self.register_buffer("queue_at", torch.tensor(0))  # index of the next entry
-        self.ranges = {"queue_labels": (0, vit.classes - 1), "queue_at": COUNT}
+        self.ranges = {"queue_labels": (0, view.classes - 1), "queue_at": COUNT}
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:

@@ -16,7 +16,7 @@ from ..core.parameters import global_norm
 from ..core.registry import register
 from ..core.statistics import constants, squashed
 from ..errors import require_between, require_whole
-from ..models.view import ViT
+from ..models.view import ModelView
 from ._alignment import align
 from .tent import Tent
 
@@ -55,6 +55,8 @@ class CFA(Tent):
         Tent.info,
         paper="Kojima et al., IJCAI 2022",
         remembers="moments and class means of the source",
+        requires=("norms", "features"),
+        batch_statistics=False,
         needs=("features",),
         passes=(2, 1),
     )
@@ -79,12 +81,12 @@ class CFA(Tent):
         self.class_weight = class_weight
         self.clip = clip
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Load the source statistics, and adapt all norms."""
         found = setup.statistics_of("features")
-        self.source_moments = constants((found[name] for name in ("mean", "moment2", "moment3")), vit)
-        self.source_classes = constants((found[name] for name in ("class_means", "class_counts")), vit)
-        return super().attach(vit, setup)
+        self.source_moments = constants((found[name] for name in ("mean", "moment2", "moment3")), view)
+        self.source_classes = constants((found[name] for name in ("class_means", "class_counts")), view)
+        return super().attach(view, setup)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         """Align the features of the batch with the source in one update, by two passes."""
@@ -93,7 +95,7 @@ class CFA(Tent):
             return self.distance(features, logits, engine)
 
         # features without a centre that the adapter subtracts, as those of the source statistics
-        aligned = align(images, engine, lambda part: engine.forward_with(engine.vit.features, part), distance)
+        aligned = align(images, engine, lambda part: engine.forward_with(engine.view.features, part), distance)
         self.shorten(engine)
         engine.adapted.update()
         return aligned

@@ -13,7 +13,7 @@ from ..core.engine import Engine
 from ..core.method import Setup
 from ..core.registry import register
 from ..errors import require_between
-from ..models.view import ViT
+from ..models.view import ModelView
 from ._teacher import Teacher, blend
 from .roid import ROID
 
@@ -83,9 +83,9 @@ class CMF(ROID):
         self.register_buffer("variance", torch.tensor(0.0, dtype=torch.float64))
         self.ranges = {"variance": (0, math.inf)}
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt all norms, and create the hidden model."""
-        adapted = list(super().attach(vit, setup))
+        adapted = list(super().attach(view, setup))
         self.hidden = Teacher(adapted)
         return adapted
 

@@ -13,7 +13,7 @@ from ..core.engine import Engine, keep_all
 from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import require_between, require_whole
-from ..models.view import ViT
+from ..models.view import ModelView
 from ._augment import noisy_view
 from ._teacher import Teacher, require_nesterov, symmetric_cross_entropy, weights_and_biases
 
@@ -31,10 +31,11 @@ class CoTTA(Method):
     weights of the teacher.
 
     Args:
-        lr: Learning rate. The authors' code has no ViT. Later papers use 0.005 without Nesterov for ViT-B. The authors' 0.01
-            with Nesterov (ResNet-50) makes a ViT collapse.
+        lr: Learning rate; by default the authors' 0.01 if the norms are BatchNorm or GroupNorm, and 0.005 otherwise. The
+            authors' code has no ViT. Later papers use 0.005 without Nesterov for ViT-B. With 0.01 and Nesterov a ViT
+            collapses.
         momentum: Momentum of SGD.
-        nesterov: Whether to use Nesterov's momentum.
+        nesterov: Whether to use Nesterov's momentum; by default if the norms are BatchNorm or GroupNorm.
         teacher_momentum: Share of the teacher that is kept at each step.
         threshold: Mean confidence of the source model below which the logits are averaged over views.
         views: Number of views.
@@ -47,6 +48,7 @@ class CoTTA(Method):
     info = Info(
         paper="Wang et al., CVPR 2022",
         adapts="weights and biases of all layers, and their average",
+        batch_statistics=True,
         remembers="an average of all weights",
         augments=True,
     )
@@ -54,9 +56,9 @@ class CoTTA(Method):
     def __init__(
         self,
         *,
-        lr: float = 0.005,
+        lr: float | None = None,
         momentum: float = 0.9,
-        nesterov: bool = False,
+        nesterov: bool | None = None,
         teacher_momentum: float = 0.999,
         threshold: float = 0.1,
         views: int = 32,
@@ -64,10 +66,10 @@ class CoTTA(Method):
         reference: bool = False,
     ) -> None:
         super().__init__()
-        require_between(0, math.inf, lr=lr)
+        require_between(0, math.inf, optional=True, lr=lr)
         require_between(0, 1, momentum=momentum, teacher_momentum=teacher_momentum, threshold=threshold, restore=restore)
         require_whole(1, views=views)
-        require_nesterov(nesterov, momentum)
+        require_nesterov(bool(nesterov), momentum)
         self.lr = lr
         self.momentum = momentum
         self.nesterov = nesterov
@@ -78,15 +80,18 @@ class CoTTA(Method):
         self.reference = reference
         self.info = replace(self.info, passes=(2 + self.views, 1))
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt the weights and biases of all layers, and create the teacher."""
-        self._adapted = weights_and_biases(vit)
+        self._layer_norms = view.kind_of_norm == "layer"
+        self._adapted = weights_and_biases(view)
         self.teacher = Teacher(self._adapted)
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
         """Return SGD over all adapted parameters."""
-        return torch.optim.SGD(self._adapted, lr=self.lr, momentum=self.momentum, nesterov=self.nesterov)
+        lr = (0.005 if self._layer_norms else 0.01) if self.lr is None else self.lr
+        nesterov = not self._layer_norms and self.momentum > 0 if self.nesterov is None else self.nesterov
+        return torch.optim.SGD(self._adapted, lr=lr, momentum=self.momentum, nesterov=nesterov)
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
         """Return the logits of the teacher."""

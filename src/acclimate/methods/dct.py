@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..core.method import Setup
 from ..core.registry import register
 from ..errors import ConfigError, require_between
-from ..models.view import ViT
+from ..models.view import ModelView
 from ._leading import leading_blocks
 from .sar import SAR
 
@@ -77,7 +77,8 @@ class DCT(SAR):
 
     In every block but the last ones, a small generator turns the class token (after the first norm of the block) into a
     query, key and value, which are appended to those of the tokens. The appended row of the output is discarded. The
-    generators and norms of these blocks are learned by sharpness-aware minimisation of the entropy of reliable samples.
+    generators and norms of these blocks are learned by sharpness-aware minimisation of the entropy of reliable samples. In
+    models with rotary positions or a relative position bias the appended key has no position (ours).
 
     Args:
         lr: Learning rate of the norms; by default 0.001 for a batch of 64, proportional to the batch size.
@@ -94,6 +95,8 @@ class DCT(SAR):
             has no such ablation).
         generator: Whether to generate the conditioners from the class token. If False, they are free vectors, one set per
             block (the paper's ablation; their initial values and learning rate are ours).
+        token: "class", to generate from the class token, or "mean", from the mean of the patch tokens (ours), which models
+            without a class token allow as well.
         init: "default", the initialisation of the authors, with which the unadapted model is not the source model; or
             "zero", which starts close to the source model.
         blocks: Blocks that have conditioners and adapt: a number (the first blocks) or indices. By default all but the last
@@ -110,6 +113,7 @@ class DCT(SAR):
         SAR.info,
         paper="Tang et al., ACM MM 2024",
         adapts="norms and conditioner generators of all but the last blocks",
+        requires=("norms", "attention", "class token"),
     )
     single_sample_lr_factor = 1
 
@@ -125,6 +129,7 @@ class DCT(SAR):
         decay: float = 0.9,
         conditioners: str | Sequence[str] = "qkv",
         generator: bool = True,
+        token: str = "class",
         init: str = "default",
         blocks: int | Sequence[int] | None = None,
         batch_size: int | None = None,
@@ -147,7 +152,12 @@ class DCT(SAR):
         self.lr_generator = lr_generator
         self.conditioners = "".join(conditioners)
         self.generator = generator
+        self.token = token
         self.init = init
+        if token not in ("class", "mean"):
+            raise ConfigError(f'token={token!r}: choose "class" or "mean".')
+        if token == "mean":
+            self.info = replace(self.info, requires=("norms", "attention"))
         if not self.conditioners or any(
             self.conditioners.count(part) > 1 or part not in "qkv" for part in self.conditioners
         ):
@@ -155,9 +165,9 @@ class DCT(SAR):
         if init not in ("default", "zero"):
             raise ConfigError(f'init={init!r}: choose "default" or "zero".')
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Insert the conditioners, and adapt them together with the norms."""
-        depth = len(vit.blocks)
+        depth = len(view.attentions)
         adapted = self.adapted_blocks(depth)
         conditioned = adapted if self.blocks is not None else leading_blocks(depth)
         self._depth = depth
@@ -165,19 +175,20 @@ class DCT(SAR):
         self._generators: list[nn.Parameter] = []
         for i in conditioned:
             conditioner = Conditioner(
-                vit.width,
-                vit.blocks[i].heads,
+                view.width,
+                view.attentions[i].heads,
                 parts=self.conditioners,
                 generator=self.generator,
                 zero=self.init == "zero",
                 rng=setup.rng,
-            ).to(vit.device, vit.dtype)
+            ).to(view.device, view.dtype)
             self.generators[str(i)] = conditioner
             if set(self.conditioners) & set("kv"):
-                vit.blocks[i].open().condition(conditioner.key_value)
+                after = None if self.token == "class" else view.prefix
+                view.attentions[i].open().condition(conditioner.key_value, after=after)
             if i in adapted:
                 self._generators += conditioner.acting()
-        return [*super().attach(vit, setup), *self._generators]
+        return [*super().attach(view, setup), *self._generators]
 
     def generator_lr(self, batch_size: int) -> float:
         """Return the learning rate of the generators for batches of this size."""

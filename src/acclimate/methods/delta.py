@@ -12,7 +12,7 @@ from ..core.engine import Engine, entropy, keep_all
 from ..core.method import Setup, Step
 from ..core.registry import register
 from ..errors import require_between
-from ..models.view import ViT
+from ..models.view import ModelView
 from ._predictions import nothing_yet, or_uniform
 from .tent import Tent
 
@@ -57,10 +57,10 @@ class DELTA(Tent):
         self.entropy_weight = bool(entropy_weight)
         self.shares: Tensor  # shares of the classes in the predictions so far; NaN before the first prediction
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt all norms, and create the moving average of the class shares."""
-        self.register_buffer("shares", nothing_yet(vit))
-        return super().attach(vit, setup)
+        self.register_buffer("shares", nothing_yet(view))
+        return super().attach(view, setup)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         """Minimise the reweighted entropy of the batch, and update the class shares."""

@@ -28,10 +28,12 @@ class DeYO(LeadingNorms):
 
     Args:
         lr: Learning rate of the norms; by default 0.001 for a batch of 64, proportional to the batch size, and twice that
-            for a batch of 1.
+            for a batch of 1. If the norms are BatchNorm or GroupNorm it is the authors' for ResNet-50: 0.00025, and for
+            batches below 32 proportional to their size.
         margin: Entropy, in nats, below which a sample is certain; by default 0.5 ln C for C classes.
         weight_margin: Entropy at which the weight for low entropy is 1; by default 0.4 ln C.
-        threshold: PLPD above which the method learns from a sample: 0.2 for ViT (0.3 for ResNet-50 with BatchNorm).
+        threshold: PLPD above which the method learns from a sample; by default 0.3 if the norms are BatchNorm, and 0.2
+            otherwise.
         grid: The image is divided into grid x grid patches. An image that cannot be divided evenly is resized for the
             shuffle; how it is resized is our choice.
         entropy_weight: Factor of the weight for low entropy, exp(weight_margin - entropy).
@@ -39,14 +41,22 @@ class DeYO(LeadingNorms):
             weight.
         momentum: Momentum of SGD.
         blocks: Blocks that adapt: a number (the first blocks) or indices. By default all but the last quarter, of which at
-            most three are left out (9 of 12, 21 of 24).
+            most three are left out (9 of 12, 21 of 24). A model without blocks has stages in their place: of the four of a
+            ResNet or ConvNeXt the last one is left out.
         batch_size: Batch size for the default learning rate. By default it is that of each batch, and with reference=True
             that of the first batch.
         reference: Behave as the authors' released code: the selection by name also leaves out blocks 9 to 11 of a 24-block
             model.
     """
 
-    info = Info(paper="Lee et al., ICLR 2024", adapts="norms of all but the last blocks", passes=(2, 1))
+    info = Info(
+        paper="Lee et al., ICLR 2024",
+        adapts="norms of all but the last blocks",
+        requires=("norms",),
+        batch_statistics=True,
+        passes=(2, 1),
+        replies_first=True,
+    )
 
     def __init__(
         self,
@@ -54,7 +64,7 @@ class DeYO(LeadingNorms):
         lr: float | None = None,
         margin: float | None = None,
         weight_margin: float | None = None,
-        threshold: float = 0.2,
+        threshold: float | None = None,
         grid: int = 4,
         entropy_weight: float = 1.0,
         plpd_weight: float = 1.0,
@@ -65,7 +75,7 @@ class DeYO(LeadingNorms):
     ) -> None:
         super().__init__(lr=lr, momentum=momentum, blocks=blocks, batch_size=batch_size, reference=reference)
         require_between(0, math.inf, optional=True, margin=margin, weight_margin=weight_margin)
-        require_between(-1, 1, threshold=threshold)
+        require_between(-1, 1, optional=True, threshold=threshold)
         require_between(0, math.inf, entropy_weight=entropy_weight, plpd_weight=plpd_weight)
         require_whole(2, grid=grid)
         self.margin = margin
@@ -78,6 +88,8 @@ class DeYO(LeadingNorms):
     def step(self, images: Tensor, engine: Engine) -> Step:
         """Learn from the certain samples with a high PLPD in one update."""
         log_c = math.log(engine.num_classes)
+        usual = 0.3 if engine.view.kind_of_norm == "batch" else 0.2
+        threshold = usual if self.threshold is None else self.threshold
         margin = 0.5 * log_c if self.margin is None else self.margin
         weight_margin = 0.4 * log_c if self.weight_margin is None else self.weight_margin
 
@@ -87,7 +99,7 @@ class DeYO(LeadingNorms):
             sure = h0 < margin
             plpd = plpd_of(images, logits.detach(), sure, orders, self.grid, engine)
             weight = self.entropy_weight * (weight_margin - h0).exp() + self.plpd_weight * plpd.exp()
-            return h * weight if self.entropy_weight or self.plpd_weight else h, plpd > self.threshold
+            return h * weight if self.entropy_weight or self.plpd_weight else h, plpd > threshold
 
         result = engine.gradient(images, objective, extras=(images, self.orders(images, engine)), selective=True)
         if not result.used:

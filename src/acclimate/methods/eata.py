@@ -13,7 +13,7 @@ from ..core.method import Setup
 from ..core.registry import register
 from ..core.statistics import constants, norm_names
 from ..errors import require_between
-from ..models.view import ViT
+from ..models.view import ModelView
 from .eta import ETA
 
 
@@ -25,7 +25,8 @@ class EATA(ETA):
     once: `acclimate.adapt(model, "eata", source_statistics="stats.safetensors")`. It is kept in the state file.
 
     Args:
-        lr: Learning rate; by default 0.001 for a batch of 64, proportional to the batch size.
+        lr: Learning rate; by default 0.001 for a batch of 64, or 0.00025 if the norms are BatchNorm or GroupNorm,
+            proportional to the batch size.
         margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
         redundancy: Cosine similarity with the average prediction from which on a sample is redundant.
         decay: Decay of the average prediction.
@@ -72,11 +73,11 @@ class EATA(ETA):
         require_between(0, math.inf, fisher_weight=fisher_weight)
         self.fisher_weight = fisher_weight
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Load the Fisher information, and adapt all norms."""
         found = setup.statistics_of("fisher")
-        self.fisher = constants((found[name] for name in norm_names(vit).values()), vit)
-        return super().attach(vit, setup)
+        self.fisher = constants((found[name] for name in norm_names(view).values()), view)
+        return super().attach(view, setup)
 
     def regularise(self, result: GradientResult, engine: Engine) -> float:
         """Add the gradient of the Fisher-weighted squared distance from the source, and return that loss.

@@ -13,7 +13,7 @@ from ..core.engine import Engine, GradientResult
 from ..core.method import Setup, Step
 from ..core.registry import register
 from ..errors import require_between
-from ..models.view import ViT
+from ..models.view import ModelView
 from ._losses import reliable_margin, uncertainty
 from ._predictions import nothing_yet
 from .tent import Tent
@@ -28,8 +28,8 @@ class ETA(Tent):
     have more weight. If no sample remains, nothing changes, including the momentum. The method needs only the batch.
 
     Args:
-        lr: Learning rate; by default 0.001 for a batch of 64, proportional to the batch size. The paper has only ResNet-50.
-            This is the value that later papers use for ViT-B.
+        lr: Learning rate; by default 0.001 for a batch of 64, or 0.00025 if the norms are BatchNorm or GroupNorm,
+            proportional to the batch size. The paper has only ResNet-50. Later papers use 0.001 for ViT-B.
         margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
         redundancy: Cosine similarity with the average prediction from which on a sample is redundant.
         decay: Decay of the average prediction.
@@ -65,10 +65,10 @@ class ETA(Tent):
         self.decay = decay
         self.average: Tensor  # mean prediction of the samples learned from; NaN before the first one
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt all norms, and create the average prediction."""
-        self.register_buffer("average", nothing_yet(vit))
-        return super().attach(vit, setup)
+        self.register_buffer("average", nothing_yet(view))
+        return super().attach(view, setup)
 
     def average_prediction(self, engine: Engine) -> Tensor | None:
         """Return the average prediction over the classes of the target, or None before the first update."""

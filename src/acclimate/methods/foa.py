@@ -14,7 +14,7 @@ from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..core.statistics import constants, mean_and_std
 from ..errors import require_between, require_whole
-from ..models.view import ViT
+from ..models.view import ModelView
 from ._alignment import WITHOUT_SPREAD, require_spread
 from ._cma import CMA
 from ._prompts import new_prompts
@@ -54,6 +54,7 @@ class FOA(Method):
         paper="Niu et al., ICML 2024",
         adapts="prompt tokens, and a shift before the head",
         remembers="the covariance of the prompts and its root",
+        requires=("features", "blocks"),
         needs=("class_tokens",),
         far_from_source=True,
         quick={"population": 4},
@@ -84,16 +85,16 @@ class FOA(Method):
         self.reference = reference
         self.info = replace(self.info, passes=(self.population + 1, 0))
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Insert the prompts, and create the search distribution."""
-        vit.require_logits_of_head()
+        view.require_logits_of_head()
         found = setup.statistics_of("class_tokens")
-        self.source = constants((found["mean"], found["std"]), vit)
-        self.best = new_prompts(vit, self.prompts, setup.rng)
-        vit.prompt({0: self.best})
-        self.search = CMA(self.best.numel(), self.population, self.sigma).to(vit.device)
+        self.source = constants((found["mean"], found["std"]), view)
+        self.best = new_prompts(view, self.prompts, setup.rng)
+        view.prompt({0: self.best})
+        self.search = CMA(self.best.numel(), self.population, self.sigma).to(view.device)
         self.average: Tensor  # mean input of the head; NaN before the first batch
-        self.register_buffer("average", torch.full((vit.head.in_features,), math.nan, dtype=vit.precise, device=vit.device))
+        self.register_buffer("average", torch.full((view.feature_width,), math.nan, dtype=view.precise, device=view.device))
         return [self.best]
 
     def optimizer(self, batch_size: int) -> None:

@@ -14,7 +14,7 @@ from ..core.method import Setup
 from ..core.parameters import global_norm
 from ..core.registry import register
 from ..errors import require_between
-from ..models.view import ViT
+from ..models.view import ModelView
 from ._losses import reliable_margin
 from .eta import ETA
 
@@ -47,13 +47,13 @@ class Keel(ETA):
     that of NEO (Murphy et al., ICLR 2026). Everything else is ours, and so are all constants.
     """
 
-    info = replace(ETA.info, paper="ours", recentre="order")
+    info = replace(ETA.info, paper="ours", requires=("norms", "features"), recentre="order")
 
     def __init__(
         self,
         *,
         rho: float = 0.001,
-        anchor: float = 0.01,
+        anchor: float = 0.05,
         margin: float | None = None,
         redundancy: float = 1.5,
         decay: float = 0.9,
@@ -68,10 +68,10 @@ class Keel(ETA):
         self.anchor = anchor
         self.reference = reference
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt all norms, and measure their length."""
-        adapted = list(super().attach(vit, setup))
-        self._length = float(global_norm([p.detach().to(vit.precise) for p in adapted]))
+        adapted = list(super().attach(view, setup))
+        self._length = float(global_norm([p.detach().to(view.precise) for p in adapted]))
         return adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.engine import Engine, require_finite
-from ..core.method import Info, Method, Step
+from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import ConfigError, require_between, require_whole
+from ..models.view import ModelView
 
 AFFINITIES = ("rbf", "knn")
 
@@ -25,8 +27,9 @@ class LAME(Method):
     few classes. On i.i.d. batches of many classes it reduces the accuracy by design. A single sample gets the prediction of
     the source model. For the Gaussian affinity this is our choice, because its bandwidth is undefined there.
 
-    The method needs only the batch and has no memory. The adapter returns the logarithm of the corrected probabilities,
-    which can be used as logits, because its softmax is these probabilities.
+    The method needs only the batch and has no memory. If a model has no linear head, its logits take the place of the
+    features (ours). The adapter returns the logarithm of the corrected probabilities, which can be used as logits, because
+    its softmax is these probabilities.
 
     Args:
         affinity: "rbf", a Gaussian of the distance between normalised features, whose bandwidth is the mean distance to the
@@ -63,16 +66,28 @@ class LAME(Method):
         self.max_iterations = max_iterations
         self.reference = reference
 
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
+        """Look for features, and adapt no parameter."""
+        self._has_features = "features" in view.parts
+        return []
+
+    def outputs(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor]:
+        """Return the logits of a batch, and its features."""
+        if self._has_features:
+            return engine.features(images)
+        logits = engine.predict(images)
+        return logits, logits
+
     def step(self, images: Tensor, engine: Engine) -> Step:
         """Correct the predictions of the batch, over all ranks."""
-        logits, features = engine.features(images)
+        logits, features = self.outputs(images, engine)
         require_finite(logits, features)
         mine, _ = engine.ranks.positions(images)
         return Step(self.correct(engine.ranks.gather(logits), engine.ranks.gather(features))[mine])
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
         """Correct the predictions of the images of this rank."""
-        return self.correct(*engine.features(images))
+        return self.correct(*self.outputs(images, engine))
 
     @torch.no_grad()
     def correct(self, logits: Tensor, features: Tensor) -> Tensor:

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ..core.engine import Engine, keep_all
-from ..core.method import Info, Method, Setup, Step
+from ..core.method import RESNET_LR, Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import require_between, require_whole
-from ..models.view import ViT
+from ..models.view import ModelView
 from ._augment import augmix
+
+PRIOR = 16  # images that the statistics of a BatchNorm count as, and one image counts as 1
 
 
 @register("memo")
@@ -27,12 +29,13 @@ class MEMO(Method):
 
     The method needs the normalisation of the model, to augment pixels (`adapt(..., mean=, std=)`). An image costs as much as
     two batches of its views: one pass for their mean prediction, and one for the gradient, which needs the memory of a
-    micro-batch. Weights in float16 are refused, because the squared gradients of Adam are too small for it.
+    micro-batch. A BatchNorm mixes the statistics of the source with those of the images that it gets, 16 to 1, as the
+    authors do. Weights in float16 are refused, because the squared gradients of Adam are too small for it.
 
     Args:
-        lr: Learning rate of AdamW. This and `weight_decay` are the authors' values for a transformer (RVT). There is no
-            published value for ViT-B.
-        weight_decay: Weight decay of AdamW.
+        lr: Learning rate; by default 1e-5 with AdamW, or 0.00025 with SGD if the norms are BatchNorm or GroupNorm. These are
+            the authors' values for a transformer (RVT) and for ResNet-50. There is no published value for ViT-B.
+        weight_decay: Weight decay of AdamW, the authors' for a transformer. SGD has none.
         views: Number of augmented views per image, made by AugMix.
         iterations: Number of updates per image, each with its own views.
         leak_optimizer_state: Whether to keep the moments and the step count of AdamW from image to image, as the released
@@ -56,7 +59,7 @@ class MEMO(Method):
     def __init__(
         self,
         *,
-        lr: float = 1e-5,
+        lr: float | None = None,
         weight_decay: float = 0.01,
         views: int = 64,
         iterations: int = 1,
@@ -64,7 +67,8 @@ class MEMO(Method):
         reference: bool = False,
     ) -> None:
         super().__init__()
-        require_between(0, math.inf, lr=lr, weight_decay=weight_decay)
+        require_between(0, math.inf, optional=True, lr=lr)
+        require_between(0, math.inf, weight_decay=weight_decay)
         require_whole(1, views=views, iterations=iterations)
         self.lr = lr
         self.weight_decay = weight_decay
@@ -74,14 +78,19 @@ class MEMO(Method):
         self.reference = reference
         self.info = replace(self.info, passes=(2 * self.views * self.iterations + 1, self.views * self.iterations))
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
-        """Adapt all parameters."""
-        self._adapted = [p for p in vit.model.parameters() if p.is_floating_point()]
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
+        """Adapt all parameters, and let BatchNorm mix the statistics of the source with those of an image, 16 to 1."""
+        self._layer_norms = view.kind_of_norm == "layer"
+        view.mix_statistics(PRIOR, images=1)
+        self._adapted = [p for p in view.model.parameters() if p.is_floating_point()]
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
-        """Return AdamW over all parameters."""
-        return torch.optim.AdamW(self._adapted, lr=self.lr, weight_decay=self.weight_decay)
+        """Return AdamW over all parameters, or SGD for BatchNorm and GroupNorm."""
+        if self._layer_norms:
+            lr = 1e-5 if self.lr is None else self.lr
+            return torch.optim.AdamW(self._adapted, lr=lr, weight_decay=self.weight_decay)
+        return torch.optim.SGD(self._adapted, lr=RESNET_LR if self.lr is None else self.lr)
 
     def predict(self, images: Tensor, engine: Engine) -> Tensor:
         """Return the logits of the source model."""

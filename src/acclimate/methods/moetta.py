@@ -14,7 +14,7 @@ from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import require_between, require_whole
 from ..models.surgery import capture
-from ..models.view import ViT, require_supported
+from ..models.view import ModelView, require_supported
 from ._losses import reliable_margin
 
 IMAGENET = 1000  # classes that the released code assumes
@@ -82,8 +82,10 @@ class MoETTA(Method):
     info = Info(
         paper="Fan et al., AAAI 2026",
         adapts="experts of the norms, and their routers",
+        requires=("norms", "blocks"),
         remembers="the mean entropy",
         passes=(2, 1),
+        replies_first=True,
     )
 
     def __init__(
@@ -117,14 +119,16 @@ class MoETTA(Method):
         self.register_buffer("total", torch.tensor(0.0, dtype=torch.float64))  # sum of the mean entropies of the batches
         self.register_buffer("count", torch.tensor(0))  # number of batches
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Give the norms experts, and adapt the experts and their routers."""
-        norms = [norm for norm in vit.norms if isinstance(norm, nn.LayerNorm) and norm.normalized_shape == (vit.width,)]
-        plain = (15 if len(vit.blocks) >= 24 else 1) if self.plain_norms is None else self.plain_norms
-        require_supported(vit.model, len(norms) > plain, f"it has {len(norms)} LayerNorms, and {plain} stay without experts")
-        layers = [Experts(self.experts, vit.width, setup.rng).to(vit.device, vit.dtype) for _ in norms[plain:]]
+        norms = [norm for norm in view.norms if isinstance(norm, nn.LayerNorm) and norm.normalized_shape == (view.width,)]
+        plain = (15 if len(view.blocks) >= 24 else 1) if self.plain_norms is None else self.plain_norms
+        require_supported(
+            view.model, len(norms) > plain, f"it has {len(norms)} LayerNorms, and {plain} stay without experts"
+        )
+        layers = [Experts(self.experts, view.width, setup.rng).to(view.device, view.dtype) for _ in norms[plain:]]
         self._layers, self.layers = layers, nn.ModuleList(layers)
-        self._norms = [vit.offset_norm(norm, layer.offsets) for norm, layer in zip(norms[plain:], layers)]
+        self._norms = [view.offset_norm(norm, layer.offsets) for norm, layer in zip(norms[plain:], layers)]
         return list(self.layers.parameters())
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
@@ -162,7 +166,7 @@ class MoETTA(Method):
 
         def passed(images: Tensor) -> tuple[Tensor, Tensor]:
             with capture(self._norms) as seen:
-                logits = engine.vit.logits(images)
+                logits = engine.view.logits(images)
             return torch.stack(
                 [layer.routes(seen[norm].inputs) for norm, layer in zip(self._norms, self._layers)], dim=1
             ), logits

@@ -11,7 +11,7 @@ from ..core.engine import Engine, require_finite
 from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import require_between
-from ..models.view import ViT
+from ..models.view import ModelView
 
 
 @register("neo")
@@ -32,6 +32,7 @@ class NEO(Method):
     info = Info(
         paper="Murphy et al., ICLR 2026",
         adapts="a shift before the head",
+        requires=("features",),
         remembers="the mean feature",
         predicts_after=True,
     )
@@ -44,10 +45,10 @@ class NEO(Method):
         self.centre: Tensor
         self.count: Tensor
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Create a centre of zero, and adapt no parameter."""
-        vit.require_logits_of_head()
-        self.register_buffer("centre", torch.zeros(vit.head.in_features, dtype=vit.precise, device=vit.device))
+        view.require_logits_of_head()
+        self.register_buffer("centre", torch.zeros(view.feature_width, dtype=view.precise, device=view.device))
         self.register_buffer("count", torch.tensor(0))  # number of samples in the centre
         return []
 

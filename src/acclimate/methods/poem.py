@@ -14,7 +14,7 @@ from ..core.method import Info, Setup, Step
 from ..core.registry import register
 from ..core.statistics import constants
 from ..errors import require_between, require_whole
-from ..models.view import ViT, parameters_of
+from ..models.view import ModelView, parameters_of
 from ._leading import LeadingNorms, final_norms
 from ._losses import reliable_margin
 
@@ -60,6 +60,8 @@ class POEM(LeadingNorms):
     info = Info(
         paper="Bar et al., NeurIPS 2024",
         adapts="norms of all but the last blocks",
+        requires=("norms",),
+        batch_statistics=True,
         remembers="a bet and its wealth, and the entropies of source images",
         needs=("logits",),
         passes=(2, 1),
@@ -102,12 +104,12 @@ class POEM(LeadingNorms):
         self.register_buffer("log_wealth", torch.tensor(0.0, dtype=torch.float64))
         self.register_buffer("seen", torch.tensor(0))  # number of samples
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Load the entropies of the source images, and adapt the norms of the chosen blocks."""
         logits = setup.statistics_of("logits")["logits"]
         logits = logits if setup.classes is None else logits[:, setup.classes]
-        self.source_entropies = constants([entropy(logits / self.temperature)], vit)
-        adapted = [*super().attach(vit, setup), *(parameters_of(final_norms(vit)) if self.reference else ())]
+        self.source_entropies = constants([entropy(logits / self.temperature)], view)
+        adapted = [*super().attach(view, setup), *(parameters_of(final_norms(view)) if self.reference else ())]
         self._norms = list(dict.fromkeys(adapted))
         return self._norms
 

@@ -14,7 +14,7 @@ from ..core.method import Info, Setup, Step
 from ..core.registry import register
 from ..core.statistics import constants
 from ..errors import ConfigError, require_between, require_whole
-from ..models.view import ViT
+from ..models.view import ModelView
 from ._recovery import Recovering
 from .deyo import draw_orders, plpd_of
 
@@ -69,9 +69,11 @@ class ReCAP(Recovering):
     info = Info(
         paper="Hu et al., ICML 2025",
         adapts="norms of all but the last blocks",
+        requires=("norms", "features", "blocks"),
         remembers="a moving average of the loss, and distances of the classes",
         needs=("class_tokens",),
         passes=(1, 1),
+        replies_first=True,
         quick={"tau": 0.02},  # the rows of the tiny heads are so long that larger regions contain all classes
     )
     keeps_momentum = False
@@ -122,20 +124,20 @@ class ReCAP(Recovering):
         if variant == "plpd":
             self.info = replace(self.info, passes=(2, 1))
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Compute the distances of the classes in the metric of the region, and adapt the norms of the chosen blocks."""
-        rows = vit.head_weight().double()
+        rows = view.head_weight().double()
         rows = rows if setup.classes is None else rows[setup.classes]
         spread = setup.statistics_of("class_tokens")["std"][-rows.shape[1] :].to(rows)
         scaled = rows * spread * math.sqrt(self.tau / SCALE)
         log_a = torch.cdist(scaled, scaled, compute_mode="donot_use_mm_for_euclid_dist").square() / 2
         shift = NORM_SHARE * rows.square().sum(1)
-        self.region = constants((log_a.to(vit.precise), shift.to(vit.precise)), vit)
-        return super().attach(vit, setup)
+        self.region = constants((log_a.to(view.precise), shift.to(view.precise)), view)
+        return super().attach(view, setup)
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         """Minimise regional entropy and instability of the samples that count in one update."""
-        log_c = math.log(engine.vit.classes if self.reference else engine.num_classes)
+        log_c = math.log(engine.view.classes if self.reference else engine.num_classes)
         margin = log_c if self.margin is None else self.margin
         weight_margin = log_c if self.weight_margin is None else self.weight_margin
         single = (self.batch_size or int(engine.batch_size)) == 1

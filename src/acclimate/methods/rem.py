@@ -14,7 +14,7 @@ from ..core.engine import Engine, entropy, keep_all
 from ..core.method import Info, Setup, Step
 from ..core.registry import register
 from ..errors import ConfigError, require_between, require_whole
-from ..models.view import ViT
+from ..models.view import ModelView
 from ._leading import LeadingNorms
 
 
@@ -40,7 +40,14 @@ class REM(LeadingNorms):
             model.
     """
 
-    info = Info(paper="Han et al., ICML 2025", adapts="norms of all but the last blocks", passes=(3, 3), float16=False)
+    info = Info(
+        paper="Han et al., ICML 2025",
+        adapts="norms of all but the last blocks",
+        requires=("norms", "blocks"),
+        passes=(3, 3),
+        replies_first=True,
+        float16=False,
+    )
 
     def __init__(
         self,
@@ -68,10 +75,10 @@ class REM(LeadingNorms):
         self.margin = margin
         self.info = replace(self.info, passes=(views, views))
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Open the attention of the last block, and adapt the norms of the chosen blocks."""
-        vit.blocks[-1].open()
-        return super().attach(vit, setup)
+        view.blocks[-1].open()
+        return super().attach(view, setup)
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
         """Return Adam over the norms."""
@@ -85,7 +92,7 @@ class REM(LeadingNorms):
 
     def seen(self, images: Tensor, engine: Engine) -> tuple[Tensor, ...]:
         """Return the logits of all views, from the easiest to the hardest."""
-        logits, attention = engine.forward_with(engine.vit.class_attention, images)
+        logits, attention = engine.forward_with(engine.view.class_attention, images)
         order = attention.argsort(dim=-1, stable=True)
         return logits, *(self.logits_of(images, kept, engine) for kept in self.kept(order))
 
@@ -96,7 +103,7 @@ class REM(LeadingNorms):
 
     def logits_of(self, images: Tensor, patches: Tensor, engine: Engine) -> Tensor:
         """Return the logits of a view with these patches."""
-        return engine.forward(images, lambda images: engine.vit.logits_of_patches(images, patches))
+        return engine.forward(images, lambda images: engine.view.logits_of_patches(images, patches))
 
     def ranked(self, *views: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of each sample, and that every sample is kept."""

@@ -16,7 +16,7 @@ from ..core.engine import Engine, entropy, keep_all
 from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import InputError, NonFiniteError, require_between, require_whole
-from ..models.view import ViT, parameters_of
+from ..models.view import ModelView, parameters_of
 from ._augment import jitter_and_move
 from ._predictions import nothing_yet, or_uniform
 from ._teacher import blend, require_nesterov, symmetric_cross_entropy
@@ -56,6 +56,8 @@ class ROID(Method):
     info = Info(
         paper="Marsden et al., WACV 2024",
         adapts="all norms",
+        requires=("norms",),
+        batch_statistics=True,
         remembers="an average prediction; of single images a window",
         augments=True,
         exceptions={"batch_of_one": "the weights compare the samples of a batch; give window= for single images"},
@@ -90,12 +92,12 @@ class ROID(Method):
         self.window = window
         self.reference = reference
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt all norms, and create the average prediction and the window."""
-        self._adapted = parameters_of(vit.norms)
+        self._adapted = parameters_of(view.norms)
         self.average: Tensor  # average prediction; NaN before the first batch
-        self.register_buffer("average", nothing_yet(vit))
-        self.collected = None if self.window is None else Window(self.window, vit)
+        self.register_buffer("average", nothing_yet(view))
+        self.collected = None if self.window is None else Window(self.window, view)
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:

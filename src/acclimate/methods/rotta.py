@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +15,10 @@ from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..core.statecheck import COUNT
 from ..errors import ConfigError, require_between, require_whole
-from ..models.view import ViT, parameters_of, require_supported
+from ..models.view import ModelView, parameters_of
 from ._augment import noisy_view
 from ._teacher import Teacher
+from ._window import memory_of, require_size_of
 
 EMPTY = -1
 
@@ -30,8 +33,9 @@ class RoTTA(Method):
     themselves. Older samples have less weight. Then the teacher is updated.
 
     The method needs the normalisation of the model, to augment pixels (`adapt(..., mean=, std=)`), images of one size, and
-    memory for some of them. The paper replaces BatchNorm, which a ViT does not have. Later benchmarks port it to a ViT by an
-    adaptation of the norms. The augmentation is that of CoTTA. Weights in float16 are refused, because the squared gradients
+    memory for some of them. The statistics of BatchNorm layers start at those of the source, and follow the memory at each
+    update. Here teacher and student share them (ours). Later benchmarks port the method to a ViT by an adaptation of the
+    norms. The augmentation is that of CoTTA. Weights in float16 are refused, because the squared gradients
     of Adam are too small for it.
 
     Args:
@@ -40,6 +44,7 @@ class RoTTA(Method):
         nu: Share of the student in the average of the teacher at each update.
         memory: Number of images in the memory.
         every: Number of samples between two updates.
+        alpha: Share of the memory in the statistics of BatchNorm at each update.
         lambda_t: Weight of the age of a sample in the score. Samples with a high score are removed from the memory first.
         lambda_u: Weight of the entropy of a sample in the score.
         reference: Accepted by every method. The released code has no quirk to reproduce here.
@@ -48,7 +53,8 @@ class RoTTA(Method):
     info = Info(
         paper="Yuan et al., CVPR 2023",
         adapts="all norms, and their average",
-        remembers="an average of the norms, and 64 images",
+        requires=("norms",),
+        remembers="an average of the norms, statistics of BatchNorm, and 64 images",
         augments=True,
         float16=False,
         quick={"memory": 8, "every": 8},
@@ -63,13 +69,14 @@ class RoTTA(Method):
         nu: float = 0.001,
         memory: int = 64,
         every: int = 64,
+        alpha: float = 0.05,
         lambda_t: float = 1.0,
         lambda_u: float = 1.0,
         reference: bool = False,
     ) -> None:
         super().__init__()
         require_between(0, math.inf, lr=lr, lambda_t=lambda_t, lambda_u=lambda_u)
-        require_between(0, 1, nu=nu)
+        require_between(0, 1, nu=nu, alpha=alpha)
         require_whole(1, memory=memory, every=every)
         numbers = [beta for beta in betas if isinstance(beta, (int, float))] if isinstance(betas, Sequence) else []
         if len(numbers) != 2 or len(betas) != 2 or not all(0 <= beta < 1 for beta in numbers):
@@ -79,28 +86,27 @@ class RoTTA(Method):
         self.nu = nu
         self.memory = memory
         self.every = every
+        self.alpha = alpha
         self.lambda_t = lambda_t
         self.lambda_u = lambda_u
         self.reference = reference
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt all norms, and create the teacher and the memory."""
-        require_supported(vit.model, vit.image_size is not None, "RoTTA remembers images, which have to be of one size")
-        self._adapted = parameters_of(vit.norms)
+        self._adapted = parameters_of(view.norms)
         self.teacher = Teacher(self._adapted)
+        self.statistics = view.move_statistics(self.alpha)
         self.images: Tensor
         self.labels: Tensor
         self.entropies: Tensor
         self.arrivals: Tensor
         self.seen: Tensor
-        size = vit.image_size or ()
-        zeros = torch.zeros(self.memory, vit.channels, *size, dtype=vit.dtype, device=vit.device)
-        self.register_buffer("images", zeros)
+        self.register_buffer("images", memory_of(self.memory, view))
         self.register_buffer("labels", torch.full((self.memory,), EMPTY))  # predicted labels, or EMPTY
         self.register_buffer("entropies", torch.zeros(self.memory))
         self.register_buffer("arrivals", torch.zeros(self.memory, dtype=torch.long))  # number of samples before this one
         self.register_buffer("seen", torch.tensor(0))
-        self.ranges = {"labels": (EMPTY, vit.classes - 1), "arrivals": COUNT, "seen": COUNT}
+        self.ranges = {"labels": (EMPTY, view.classes - 1), "arrivals": COUNT, "seen": COUNT}
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
@@ -113,6 +119,7 @@ class RoTTA(Method):
 
     def step(self, images: Tensor, engine: Engine) -> Step:
         """Predict with the teacher, store the samples in the memory, and learn from it at fixed intervals."""
+        require_size_of(self.images, images)
         logits = self.teacher.predict(images, engine)
         everybody, batch = engine.ranks.gather(logits), engine.ranks.gather(images)
         uncertainty, labels = entropy(everybody).tolist(), everybody.argmax(-1).tolist()
@@ -162,16 +169,29 @@ class RoTTA(Method):
         """Learn from the memory in one update, and return the number of its samples and the loss."""
         filled = (self.labels != EMPTY).nonzero()[:, 0]
         images = self.images[filled]
-        ages = self.ages()[filled.cpu()].to(engine.vit.precise)
+        ages = self.ages()[filled.cpu()].to(engine.view.precise)
         weights = torch.sigmoid(-(ages / self.memory)).to(images.device)
         views = self.augmented(images, filled, engine)
-        target = self.teacher.predict(engine.ranks.share(images), engine)
+        with self.following():
+            target = self.teacher.predict(engine.ranks.share(images), engine)
         result = engine.gradient(
             engine.ranks.share(views), weighted_cross_entropy, extras=[target, engine.ranks.share(weights)]
         )
         engine.adapted.update()
         self.teacher.follow(engine.adapted.tensors, 1 - self.nu)
         return result.used, result.loss
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Let the statistics of BatchNorm follow the images that are passed inside the block."""
+        moving: Any = list(self.statistics)
+        for each in moving:
+            each.follows = True
+        try:
+            yield
+        finally:
+            for each in moving:
+                each.follows = False
 
     def augmented(self, images: Tensor, places: Tensor, engine: Engine) -> Tensor:
         """Return an augmented view of each image at these indices of the memory."""

@@ -25,14 +25,16 @@ class SAR(Recovering):
 
     Args:
         lr: Learning rate of the norms; by default 0.001 for a batch of 64, proportional to the batch size, and twice that
-            for a batch of 1.
+            for a batch of 1. If the norms are BatchNorm or GroupNorm it is the authors' for ResNet-50: 0.00025, and for
+            batches below 32 proportional to their size.
         margin: Entropy, in nats, below which a sample is reliable; by default 0.4 ln C for C classes.
         rho: Radius of the sharpness-aware ascent.
         momentum: Momentum of SGD.
         recovery: Value of the moving average of the loss below which the source parameters are restored.
         decay: Decay of that moving average.
         blocks: Blocks that adapt: a number (the first blocks) or indices. By default all but the last quarter, of which at
-            most three are left out (9 of 12, 21 of 24).
+            most three are left out (9 of 12, 21 of 24). A model without blocks has stages in their place: of the four of a
+            ResNet or ConvNeXt the last one is left out.
         batch_size: Batch size for the default learning rate. By default it is that of each batch, and with reference=True
             that of the first batch.
         loss: The loss, which is also compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
@@ -46,8 +48,11 @@ class SAR(Recovering):
     info = Info(
         paper="Niu et al., ICLR 2023",
         adapts="norms of all but the last blocks",
+        requires=("norms",),
+        batch_statistics=True,
         remembers="a moving average of the loss",
         passes=(2, 2),
+        replies_first=True,
     )
 
     def __init__(

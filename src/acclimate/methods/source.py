@@ -17,7 +17,7 @@ class Source(Method):
         reference: Accepted by every method. It has no effect here.
     """
 
-    info = Info(paper="no adaptation")
+    info = Info(paper="no adaptation", replies_first=True)
 
     def __init__(self, *, reference: bool = False) -> None:
         super().__init__()

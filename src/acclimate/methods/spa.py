@@ -13,7 +13,7 @@ from ..core.engine import Engine, require_finite
 from ..core.method import Info, Setup, Step
 from ..core.registry import register
 from ..errors import require_between
-from ..models.view import ViT
+from ..models.view import ModelView
 from ._siamese import Siamese, divergence
 
 
@@ -49,8 +49,10 @@ class SPA(Siamese):
     info = Info(
         paper="Niu et al., ICML 2025",
         adapts="all norms, a predictor before the head, and noise",
+        requires=("norms", "features", "blocks"),
         augments=True,
         passes=(3, 2),
+        replies_first=True,
     )
 
     def __init__(
@@ -82,13 +84,13 @@ class SPA(Siamese):
         self.lr_noise = lr_noise
         self.momentum_noise = momentum_noise
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt all norms, the predictor and the proportions of noise."""
-        side = math.isqrt(vit.tokens - 1)
+        side = math.isqrt(view.tokens - 1)
         # the square of alpha is the proportion of noise
-        alpha = torch.full((side, side), math.sqrt(self.noise), dtype=vit.dtype, device=vit.device)
+        alpha = torch.full((side, side), math.sqrt(self.noise), dtype=view.dtype, device=view.device)
         self.alpha = nn.Parameter(alpha)
-        return [*super().attach(vit, setup), self.alpha]
+        return [*super().attach(view, setup), self.alpha]
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
         """Return SGD that descends the loss over norms and predictor, and ascends it over the proportions of noise."""

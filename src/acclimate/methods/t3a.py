@@ -13,7 +13,7 @@ from ..core.engine import Engine, entropy, require_finite
 from ..core.method import Info, Method, Setup, Step
 from ..core.registry import register
 from ..errors import require_whole
-from ..models.view import ViT
+from ..models.view import ModelView
 
 
 @register("t3a")
@@ -38,6 +38,7 @@ class T3A(Method):
     info = Info(
         paper="Iwasawa and Matsuo, NeurIPS 2021",
         adapts="prototypes instead of the head",
+        requires=("features",),
         remembers="the supports of each class",
     )
 
@@ -49,13 +50,13 @@ class T3A(Method):
         self.supports: Tensor
         self.entropies: Tensor
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Create an empty bank, and adapt no parameter."""
-        vit.require_logits_of_head()
-        vit.head_weight()  # raises an error if there is none
-        shape = (vit.classes, self.supports_per_class)
-        like = torch.zeros(0, dtype=vit.precise, device=vit.device)
-        self.register_buffer("supports", like.new_zeros(*shape, vit.head.in_features))
+        view.require_logits_of_head()
+        view.head_weight()  # raises an error if there is none
+        shape = (view.classes, self.supports_per_class)
+        like = torch.zeros(0, dtype=view.precise, device=view.device)
+        self.register_buffer("supports", like.new_zeros(*shape, view.feature_width))
         self.register_buffer("entropies", like.new_full(shape, math.inf))  # infinite for empty entries
         return []
 
@@ -81,7 +82,7 @@ class T3A(Method):
         count = engine.num_classes
         bank = Bank(self.supports[:count].clone(), self.entropies[:count].clone())
         if bank.entropies.isinf().all():
-            rows = engine.vit.head_weight().to(bank.supports)
+            rows = engine.view.head_weight().to(bank.supports)
             rows = rows if engine.classes is None else rows[engine.classes]
             logits = engine.classify(rows)
             labels = logits.argmax(-1) if self.reference else torch.arange(count, device=rows.device)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.engine import Engine, keep_all
-from ..core.method import Info, Method, Setup, Step, scaled_lr
+from ..core.method import Info, Method, Setup, Step, lr_of_norms, scaled_lr
 from ..core.registry import register
 from ..errors import require_between, require_whole
-from ..models.view import ViT, parameters_of
+from ..models.view import ModelView, parameters_of
 from ._losses import require_loss, uncertainty
 
 
@@ -21,10 +21,12 @@ from ._losses import require_loss, uncertainty
 class Tent(Method):
     """Minimise the mean prediction entropy of every batch over the affine parameters of all normalisation layers.
 
-    The original adapts BatchNorm. Later papers use the name TENT for the adaptation of all norms of a ViT.
+    BatchNorm layers use the statistics of the batch. Later papers use the name TENT for other norms, too, such as those of a
+    ViT.
 
     Args:
-        lr: Learning rate; by default 0.001 for a batch of 64, proportional to the batch size.
+        lr: Learning rate; by default 0.001 for a batch of 64, or 0.00025 if the norms are BatchNorm or GroupNorm (the
+            authors' for ResNet-50), proportional to the batch size.
         momentum: Momentum of SGD.
         batch_size: Batch size for the default learning rate. By default it is that of each batch, and with reference=True
             that of the first batch.
@@ -34,7 +36,14 @@ class Tent(Method):
             mass of 1000.
     """
 
-    info = Info(paper="Wang et al., ICLR 2021", adapts="all norms", passes=(1, 1))
+    info = Info(
+        paper="Wang et al., ICLR 2021",
+        adapts="all norms",
+        requires=("norms",),
+        batch_statistics=True,
+        passes=(1, 1),
+        replies_first=True,
+    )
     lr_at_64: ClassVar[float] = 0.001
 
     def __init__(
@@ -57,14 +66,15 @@ class Tent(Method):
         self.loss = loss
         self.reference = reference
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Adapt all norms."""
-        self._adapted = parameters_of(vit.norms)
+        self._lr_at_64 = lr_of_norms(view, self.lr_at_64)
+        self._adapted = parameters_of(view.norms)
         return self._adapted
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:
         """Return SGD over the norms."""
-        lr = scaled_lr(self.batch_size or batch_size, self.lr_at_64) if self.lr is None else self.lr
+        lr = scaled_lr(self.batch_size or batch_size, self._lr_at_64) if self.lr is None else self.lr
         return torch.optim.SGD(self._adapted, lr=lr, momentum=self.momentum)
 
     def step(self, images: Tensor, engine: Engine) -> Step:

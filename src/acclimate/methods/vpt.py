@@ -11,7 +11,7 @@ from torch import nn
 from ..core.method import Setup
 from ..core.registry import register
 from ..errors import require_whole
-from ..models.view import ViT
+from ..models.view import ModelView
 from ._prompts import new_prompts
 from .sar import SAR
 
@@ -39,7 +39,7 @@ class VPT(SAR):
         reference: Behave as the released code of SAR, with the quirks that `SAR` lists.
     """
 
-    info = replace(SAR.info, paper="Jia et al., ECCV 2022", adapts="prompt tokens")
+    info = replace(SAR.info, paper="Jia et al., ECCV 2022", adapts="prompt tokens", requires=("blocks",))
     lr_at_64 = 0.1
     single_sample_lr_factor = 1
 
@@ -61,11 +61,11 @@ class VPT(SAR):
         self.prompts = prompts
         self.deep = deep
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Insert new prompts into the model, and adapt only these."""
-        blocks = range(len(vit.blocks) if self.deep else 1)
-        self.tokens = nn.ParameterList(new_prompts(vit, self.prompts, setup.rng) for _ in blocks)  # one per block
-        vit.prompt(dict(zip(blocks, self.tokens)))
+        blocks = range(len(view.blocks) if self.deep else 1)
+        self.tokens = nn.ParameterList(new_prompts(view, self.prompts, setup.rng) for _ in blocks)  # one per block
+        view.prompt(dict(zip(blocks, self.tokens)))
         return list(self.tokens)
 
     def optimizer(self, batch_size: int) -> torch.optim.Optimizer:

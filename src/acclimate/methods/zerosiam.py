@@ -35,7 +35,14 @@ class ZeroSiam(Siamese):
         reference: Accepted by every method. A step of the released code has no quirk to reproduce.
     """
 
-    info = Info(paper="Chen et al., arXiv 2025", adapts="all norms, and a predictor before the head", passes=(1, 1))
+    info = Info(
+        paper="Chen et al., arXiv 2025",
+        adapts="all norms, and a predictor before the head",
+        requires=("norms", "features"),
+        batch_statistics=True,
+        passes=(1, 1),
+        replies_first=True,
+    )
 
     def __init__(
         self,

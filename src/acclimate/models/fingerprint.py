@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import StateError
-from .view import ViT
+from .view import ModelView
 
 
-def fingerprint(vit: ViT, tensors: Mapping[str, Any]) -> dict[str, str]:
+def fingerprint(view: ModelView, tensors: Mapping[str, Any]) -> dict[str, str]:
     """Return digests of the architecture and of the weights of a model. They are the same on every device.
 
     The digest of the architecture covers names and shapes of the tensors, and properties that these do not show. The state
     of a quantised layer contains other values as well, for example a tuple of weight and bias.
     """
-    unseen = [vit.family, vit.image_size, vit.class_token_suffices, [block.heads for block in vit.blocks]]
-    unseen += [getattr(norm, "eps", None) for norm in vit.norms]
+    unseen = [view.family, view.image_size, view.class_token_suffices, [block.heads for block in view.blocks]]
+    unseen += [getattr(norm, "eps", None) for norm in view.norms]
     architecture, weights = hashlib.sha256(f"{unseen}\n".encode()), hashlib.sha256()
     for name in sorted(tensors):
         for part in _parts(tensors[name]):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -15,8 +16,8 @@ from torch import nn
 from ..core import statefile
 from ..core.statecheck import AllocationLimit, fitted, require_parts
 from ..errors import ConfigError, ModelError, StateError, first_line, suggest
-from .families import view
-from .normalisation import model_normalisation
+from .families import view_of
+from .normalisation import model_normalisation, processor_normalisation
 
 if TYPE_CHECKING:
     from ..core.statistics import SourceStatistics
@@ -68,8 +69,10 @@ def source_model(name: str, *, weights: str | os.PathLike[str] | None = None) ->
 
     Args:
         name: "bundled", the name of a timm model with the tag of its weights
-            (`vit_base_patch16_224.augreg_in21k_ft_in1k`), or a file that `acclimate train-source` wrote.
-        weights: A local file with the weights of a timm model (`.safetensors` or `.pth`), instead of a download.
+            (`vit_base_patch16_224.augreg_in21k_ft_in1k`), a file that `acclimate train-source` wrote, or a folder or a name
+            on the hub (`facebook/deit-base-patch16-224`) of a model that transformers saved.
+        weights: A local file with the weights of a timm model (`.safetensors` or `.pth`), instead of a download. The head
+            gets as many classes as the file has.
     """
     if name in CATALOGUE:
         if weights is not None:
@@ -77,12 +80,56 @@ def source_model(name: str, *, weights: str | os.PathLike[str] | None = None) ->
         return CATALOGUE[name]()
     if name.endswith(".safetensors"):
         return SourceModel(name, lambda: load_source(name))
+    if is_huggingface(name):
+        if weights is not None:
+            raise ConfigError(f"{name} has weights of its own: weights= goes with a name of timm's.")
+        return SourceModel(name, lambda: load_huggingface(name))
     return SourceModel(name, lambda: create_timm(name, weights=weights).eval())
 
 
 def load_model(name: str = "bundled", *, weights: str | os.PathLike[str] | None = None) -> nn.Module:
     """Return a model by name, ready to be wrapped. `source_model` explains which names there are."""
     return source_model(name, weights=weights).load()
+
+
+def architecture(name: str) -> nn.Module:
+    """Return a model by name, with random weights if it is one of timm's: what parts it has does not depend on them."""
+    known = name in CATALOGUE or name.endswith(".safetensors") or is_huggingface(name)
+    return load_model(name) if known else create_timm(name, pretrained=False).eval()
+
+
+def is_huggingface(name: str) -> bool:
+    """Return whether a name is that of a folder of a model of transformers, or of a model on the hub."""
+    on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not name.startswith(".") and not Path(name).exists()
+    return Path(name, "config.json").is_file() or on_hub
+
+
+def load_huggingface(name: str) -> nn.Module:
+    """Return a model that transformers saved, from a folder or from the hub.
+
+    The normalisation and the size of images of its image processor, if there is one, are in `pretrained_cfg`, where timm
+    expects them.
+    """
+    try:
+        from transformers import AutoImageProcessor, AutoModelForImageClassification
+    except ImportError as error:
+        raise ConfigError(f"{name} is a model of transformers: pip install transformers.") from error
+    try:
+        model: Any = AutoModelForImageClassification.from_pretrained(name)
+    except Exception as error:  # transformers passes on any error of the network, the hub or the disk
+        raise ModelError(
+            f"{name} cannot be loaded as an image classifier of transformers ({type(error).__name__}: {first_line(error)})."
+        ) from error
+    try:
+        processor: Any = AutoImageProcessor.from_pretrained(name)
+        mean, std = processor_normalisation(processor)
+    except Exception:  # there is none, or it normalises nothing: mean= and std= have to be given
+        return model.eval()
+    size = dict(getattr(processor, "crop_size", None) or getattr(processor, "size", None) or {})
+    side = size.get("height") or size.get("shortest_edge")
+    takes = {} if side is None else {"input_size": (len(mean), side, side)}
+    model.pretrained_cfg = {"mean": tuple(mean), "std": tuple(std), **takes}
+    return model.eval()
 
 
 def load_source(path: str | os.PathLike[str]) -> nn.Module:
@@ -105,8 +152,9 @@ def load_source(path: str | os.PathLike[str]) -> nn.Module:
         model.pretrained_cfg = {**model.pretrained_cfg, **takes, "num_classes": len(names), "label_names": names}
         model.default_cfg = model.pretrained_cfg  # the older name in timm
         resolved = resolve_model_data_config(model)
-        model_normalisation(view(model))  # refuses numbers that are none
-        if view(model).image_size != takes["input_size"][1:] or any(resolved[key] != takes[key] for key in takes):
+        model_normalisation(view_of(model))  # refuses numbers that are none
+        size = view_of(model).image_size or takes["input_size"][1:]  # a model may take images of any size
+        if size != takes["input_size"][1:] or any(resolved[key] != takes[key] for key in takes):
             raise StateError(f"it reads {resolved} where {takes} is written.")
     except Exception as error:  # settings that nobody has tried may raise anything
         versions = f"timm {metadata.version('timm')}, and was made with {header.get('versions', {}).get('timm')}"
@@ -129,8 +177,10 @@ def create_timm(
 
     bare = name.partition(".")[0]
     if not timm.is_model(bare):
-        raise ConfigError(f"timm has no model {name!r}.{suggest(bare, timm.list_models('*vit*'), 0.5)}")
-    head = {} if num_classes is None else {"num_classes": num_classes}
+        raise ConfigError(f"timm has no model {name!r}.{suggest(bare, timm.list_models(), 0.5)}")
+    tensors = None if weights is None else _read_weights(Path(weights))
+    classes = num_classes if tensors is None or num_classes is not None else _classes_of(tensors, bare)
+    head = {} if classes is None else {"num_classes": classes}
     try:
         model = timm.create_model(name, pretrained=pretrained and weights is None, **head)
     except Exception as error:  # timm passes on any error of the network, the hub or the disk
@@ -141,21 +191,39 @@ def create_timm(
             f"The weights of {name} cannot be fetched ({type(error).__name__}: {first_line(error)}). Without a "
             "network give a local file: weights=FILE, on the command line --weights FILE."
         ) from error
-    if weights is not None:
-        _fill(model, Path(weights), new_head=num_classes is not None)
+    if tensors is not None:
+        _fill(model, tensors, str(weights), classifiers(bare) if num_classes is not None else ())
     return model
 
 
-def _fill(model: nn.Module, file: Path, *, new_head: bool) -> None:
-    """Load weights, which must all fit, except for the head if the model has a new one."""
+def classifiers(name: str) -> tuple[str, ...]:
+    """Return the names of the heads of a timm model."""
+    import timm
+
+    config = timm.get_pretrained_cfg(name)
+    found = getattr(config, "classifier", None) or "head"
+    return (found,) if isinstance(found, str) else tuple(found)
+
+
+def _classes_of(tensors: Mapping[str, Any], name: str) -> int | None:
+    """Return the number of classes of weights of a timm model, or None if their head has another name."""
+    head = tensors.get(f"{classifiers(name)[0]}.weight")
+    return None if head is None else len(head)
+
+
+def _read_weights(file: Path) -> dict[str, Any]:
     from timm.models import load_state_dict
 
     try:
-        found = load_state_dict(str(file), use_ema=False, weights_only=True)
+        return load_state_dict(str(file), use_ema=False, weights_only=True)
     except Exception as error:
         raise ModelError(f"{file} cannot be read as weights ({type(error).__name__}: {first_line(error)}).") from error
+
+
+def _fill(model: nn.Module, found: Mapping[str, Any], file: str, new: tuple[str, ...]) -> None:
+    """Load weights, which must all fit, except for those of new heads, whose names are given."""
     mine = model.state_dict()
-    head = {key for key in mine if key.startswith("head.")} if new_head else set()
+    head = {key for key in mine if key.startswith(tuple(f"{name}." for name in new))}
     other = {key for key in head if key not in found or found[key].shape != mine[key].shape}
     wrong = [key for key in mine if key not in other and (key not in found or found[key].shape != mine[key].shape)]
     wrong += [key for key in found if key not in mine]

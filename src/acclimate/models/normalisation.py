@@ -20,7 +20,7 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .view import ViT
+    from .view import ModelView
 
 
 @dataclass(frozen=True)
@@ -52,32 +52,33 @@ def _channels(values: tuple[float, ...], like: Tensor) -> Tensor:
 
 
 def model_normalisation(
-    vit: ViT, mean: float | Sequence[float] | None = None, std: float | Sequence[float] | None = None
+    view: ModelView, mean: float | Sequence[float] | None = None, std: float | Sequence[float] | None = None
 ) -> Normalisation | None:
-    """Return the given normalisation, or else that in the configuration of a timm model, or else None.
+    """Return the given normalisation, or else that in the configuration of the model (`pretrained_cfg`), or else None.
 
-    No normalisation is assumed for a model whose configuration does not contain it.
+    A model of timm has a configuration, and so has one that was loaded by name. No normalisation is assumed for a model
+    whose configuration does not contain it.
     """
     if (mean is None) != (std is None):
         raise ConfigError(f"mean={mean}, std={std}: give both, or neither.")
     if mean is None or std is None:
-        config = (getattr(vit.model, "pretrained_cfg", None) or {}) if vit.family == "timm" else {}
+        config = getattr(view.model, "pretrained_cfg", None) or {}
         mean, std = config.get("mean"), config.get("std")
-        if not mean or not std or len(mean) != vit.channels or len(std) != vit.channels:
+        if not mean or not std or len(mean) != view.channels or len(std) != view.channels:
             return None  # timm's configuration describes the published weights, but this model has other channels
-    found = Normalisation(_per_channel(vit, "mean", mean), _per_channel(vit, "std", std))
+    found = Normalisation(_per_channel(view, "mean", mean), _per_channel(view, "std", std))
     if min(found.std) <= 0:
         raise ConfigError(f"std={std}: give deviations above 0.")
     return found
 
 
-def _per_channel(vit: ViT, name: str, values: float | Sequence[float]) -> tuple[float, ...]:
+def _per_channel(view: ModelView, name: str, values: float | Sequence[float]) -> tuple[float, ...]:
     try:
-        numbers = [float(values)] * vit.channels if isinstance(values, (int, float)) else [float(v) for v in values]
+        numbers = [float(values)] * view.channels if isinstance(values, (int, float)) else [float(v) for v in values]
     except (TypeError, ValueError, OverflowError):
         numbers = []
-    if len(numbers) != vit.channels or not all(map(math.isfinite, numbers)):
-        raise ConfigError(f"{name}={values!r}: give a number, or one for each of the {vit.channels} channels.")
+    if len(numbers) != view.channels or not all(map(math.isfinite, numbers)):
+        raise ConfigError(f"{name}={values!r}: give a number, or one for each of the {view.channels} channels.")
     return tuple(numbers)
 
 

@@ -6,6 +6,7 @@ changed in the model acts as before: submodules are called, and a short cut is t
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError
 from .plain import ours
 
 if TYPE_CHECKING:
-    from .view import ViT
+    from .view import ModelView
 
 
 class OpenAttention(nn.Module):
@@ -33,6 +35,7 @@ class OpenAttention(nn.Module):
         self.inner = inner
         self.heads = heads
         self.extra: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+        self.after: int | None = None
 
     def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, each (batch, heads, tokens, head width)."""
@@ -71,17 +74,25 @@ class OpenAttention(nn.Module):
         """
         return self.scale is None and all(_is_dense(weight) for weight, _ in self.projections())
 
-    def condition(self, extra: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
-        """Let the tokens attend to further keys and values, which have no output of their own.
+    def condition(self, extra: Callable[[Tensor], tuple[Tensor, Tensor]], *, after: int | None = None) -> None:
+        """Let the tokens attend to further keys and values, which have no output and no position of their own.
 
         The module runs other code then, but it is called as ever, so that its hooks act.
 
         Args:
             extra: A function from the class token, (batch, width), to keys and values, each (batch, heads, count, head
                 width).
+            after: If it is given, the function gets the mean of the tokens after so many first ones in place of the class
+                token.
         """
         self.extra = extra
+        self.after = after
         self.inner.forward = self._conditioned
+
+    def _extra(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the further keys and values."""
+        assert self.extra is not None
+        return self.extra(tokens[:, 0] if self.after is None else tokens[:, self.after :].mean(1))
 
     def close(self) -> None:
         """Let the attention run as it is again."""
@@ -98,14 +109,13 @@ class OpenAttention(nn.Module):
     @ours
     def _conditioned(self, tokens: Tensor, *args: Any, is_causal: bool = False, **kwargs: Any) -> Any:
         """Return the output of self-attention with the extra keys and values."""
-        assert self.extra is not None
         if is_causal or any(isinstance(a, Tensor) and a is not tokens for a in (*args, *kwargs.values())):
             raise ModelError(
                 f"{type(self.inner).__name__} was called with a mask, or with keys that are not its queries, which domain "
                 "conditioners do not support: choose another method, or leave this block out (blocks=)."
             )
         q, k, v = self.project(tokens)
-        extra_k, extra_v = self.extra(tokens[:, 0])
+        extra_k, extra_v = self._extra(tokens)
         k = torch.cat([k, extra_k.to(k.dtype)], dim=2)
         v = torch.cat([v, extra_v.to(v.dtype)], dim=2)
         return self.merge(self.attend(q, k, v), tokens)
@@ -124,7 +134,7 @@ class OpenAttention(nn.Module):
         if bias_k is not None:
             scores = scores + q @ bias_k.view(self.heads, -1, 1).to(q.dtype)
         if self.extra is not None:
-            extra_k, extra_v = (x.to(q.dtype) for x in self.extra(tokens[:, 0]))
+            extra_k, extra_v = (x.to(q.dtype) for x in self._extra(tokens))
             scores = torch.cat([scores, q @ extra_k.transpose(-2, -1)], dim=-1)
         attention = (scores * q.shape[-1] ** -0.5).softmax(-1)
         on_tokens, on_extra = attention[..., : tokens.shape[1]], attention[..., tokens.shape[1] :]
@@ -164,6 +174,63 @@ class FusedAttention(OpenAttention):
         return list(zip(weight.chunk(3), (None, None, None) if bias is None else bias.chunk(3)))
 
 
+class TracedAttention(OpenAttention):
+    """The attention of a model of which only a trace is known. It runs its own code, and only its product is extended.
+
+    The further key comes after whatever the module does to queries and keys. It has neither a rotary position nor a relative
+    position bias.
+    """
+
+    def __init__(self, inner: nn.Module, heads: int) -> None:
+        super().__init__(inner, heads)
+        self.own_forward: Callable[..., Any] = inner.forward
+        self.forward_of_instance = vars(inner).get("forward")
+
+    def close(self) -> None:
+        """Let the attention run as it is again."""
+        super().close()
+        if self.forward_of_instance is not None:
+            self.inner.forward = self.forward_of_instance
+
+    @ours
+    def _conditioned(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of self-attention with the extra keys and values."""
+        tokens = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        with _Appending(*self._extra(tokens)) as appending:
+            out = self.own_forward(*args, **kwargs)
+        if appending.calls != 1:
+            raise ModelError(
+                f"{type(self.inner).__name__} does not compute its attention by torch's scaled_dot_product_attention, so "
+                "that no key can be added: let it do so (timm.layers.set_fused_attn(True), "
+                'attn_implementation="sdpa"), or choose another method.'
+            )
+        return out
+
+
+ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # of scaled_dot_product_attention
+
+
+class _Appending(TorchFunctionMode):
+    """Append keys and values in every call of `scaled_dot_product_attention`."""
+
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        super().__init__()
+        self.k, self.v = k, v
+        self.calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        self.calls += 1
+        given = {**dict(zip(ARGUMENTS, args)), **(kwargs or {})}
+        bias = given.get("attn_mask")
+        if bias is not None:
+            given["attn_mask"] = F.pad(bias, (0, self.k.shape[2]), value=bias.dtype is torch.bool)
+        for name, more in (("key", self.k), ("value", self.v)):
+            given[name] = torch.cat([given[name], more.to(given[name].dtype)], dim=2)
+        return func(**given)
+
+
 def unusual_scale(scale: float | Tensor, head_width: int) -> float | Tensor | None:
     """Return the factor of the products of queries and keys, or None if it is the usual one."""
     return scale if isinstance(scale, Tensor) or scale != head_width**-0.5 else None
@@ -178,22 +245,22 @@ class ClassTokenBlock(nn.Module):
     """The last block, computed for the class token only.
 
     The head reads no other token, so that the logits are the same at much lower cost. If the block, or what follows it, is
-    not plain (`ViT.ends_plainly`), the block runs as it is.
+    not plain (`ModelView.ends_plainly`), the block runs as it is.
     """
 
-    def __init__(self, vit: ViT) -> None:
+    def __init__(self, view: ModelView) -> None:
         super().__init__()
-        self.inner = vit.blocks[-1].module
-        self.vit = vit
-        self._plain_at_first = vit.ends_plainly()
+        self.inner = view.blocks[-1].module
+        self.view = view
+        self._plain_at_first = view.ends_plainly()
 
     def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the class token after the block, (batch, 1, width), or all tokens if the block has to run as it is."""
         # a compiled pass keeps what it once found, as it keeps the hooks that it found
-        plain = self._plain_at_first if torch.compiler.is_compiling() else self.vit.ends_plainly()
+        plain = self._plain_at_first if torch.compiler.is_compiling() else self.view.ends_plainly()
         if not plain or any(a is not None for a in (*args, *kwargs.values())):
             return self.inner(tokens, *args, **kwargs)
-        block = self.vit.blocks[-1]
+        block = self.view.blocks[-1]
         attended = block.attention(block.norm1(tokens), class_only=True)
         if isinstance(attended, tuple):  # Hugging Face and torchvision return (output, weights)
             attended = attended[0]
@@ -237,6 +304,77 @@ class OffsetNorm(nn.Module):
         scale, shift = self.offsets(x)
         return self.inner(x) + F.layer_norm(x, self.inner.normalized_shape, eps=self.inner.eps) * scale + shift
 
+
+class MixedStatistics:
+    """A hook that lets a BatchNorm normalise with a mixture of the statistics of the source data and of the batch.
+
+    Args:
+        prior: The number of images that the statistics of the source count as.
+        images: The number of images that the batch counts as. Default: as many as it has.
+    """
+
+    ours = True
+
+    def __init__(self, prior: float, images: int | None = None) -> None:
+        self.prior = prior
+        self.images = images
+
+    def __call__(self, norm: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        """Return what the layer has to get."""
+        count = self.images or len(args[0])
+        return normalised_with(
+            norm, args[0], *mixed(norm.running_mean, norm.running_var, args[0], count / (count + self.prior))
+        )
+
+
+class MovingStatistics(nn.Module):
+    """A hook that lets a BatchNorm normalise with statistics that begin with those of the source, and can follow batches.
+
+    Args:
+        norm: The layer.
+        rate: The share of a batch in the statistics, when they follow it.
+    """
+
+    ours = True
+
+    def __init__(self, norm: Any, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.follows = False  # whether the statistics move to each batch that is passed
+        self.mean: Tensor
+        self.variance: Tensor
+        self.register_buffer("mean", norm.running_mean.detach().clone())
+        self.register_buffer("variance", norm.running_var.detach().clone())
+        self.ranges = {"variance": (0, math.inf)}
+
+    def forward(self, norm: Any, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        """Return what the layer has to get, after the statistics have followed if they do."""
+        if self.follows:
+            with torch.no_grad():
+                mean, variance = mixed(self.mean, self.variance, args[0], self.rate)
+                self.mean.copy_(mean)
+                self.variance.copy_(variance)
+        return normalised_with(norm, args[0], self.mean, self.variance)
+
+
+def mixed(mean: Tensor, variance: Tensor, x: Tensor, share: float) -> tuple[Tensor, Tensor]:
+    """Return statistics of which those of the channels of `x` have a share."""
+    new_variance, new_mean = torch.var_mean(x.to(mean.dtype), dim=[d for d in range(x.ndim) if d != 1], correction=0)
+    return mean.lerp(new_mean, share), variance.lerp(new_variance, share)
+
+
+def normalised_with(norm: Any, x: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor]:
+    """Return the input with which a BatchNorm in evaluation mode returns what it would with other statistics.
+
+    The layer itself still runs, with the statistics of the source: they are undone in advance.
+    """
+    scale = ((norm.running_var + norm.eps) / (variance + norm.eps)).sqrt()
+    shift = norm.running_mean - mean * scale
+    shape = (1, -1, *(1 for _ in x.shape[2:]))
+    return ((x.to(scale.dtype) * scale.view(shape) + shift.view(shape)).to(x.dtype),)
+
+
+STATISTICS = (MixedStatistics, MovingStatistics)  # hooks that stay as long as a model is wrapped
 
 SURGERY: frozenset[type] = frozenset({ClassTokenBlock, PromptedBlock})
 
@@ -308,5 +446,5 @@ def remove_captures(model: nn.Module) -> None:
     """Remove the hooks that an interrupted `capture` or `selecting` left on the modules of a model."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if hasattr(hook, "ours")]:
+            for key in [key for key, hook in hooks.items() if hasattr(hook, "ours") and not isinstance(hook, STATISTICS)]:
                 del hooks[key]

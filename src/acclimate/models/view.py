@@ -1,12 +1,18 @@
-"""A structural view of a vision transformer, the same for all libraries.
+"""A structural view of an image classifier, the same for all libraries.
 
-Methods choose what to adapt from this view (`vit.blocks[:9]`, `vit.norms`), and never by matching parameter names. The code
-that is specific to timm, transformers and torchvision is in `families/`.
+Methods choose what to adapt from this view (`view.blocks[:9]`, `view.norms`), and never by matching parameter names. A view
+offers the parts that its model has (`PARTS`), and a method names those that it needs (`Info.requires`). Any module that
+returns logits has a view. What is specific to the vision transformers of timm, transformers and torchvision, which have
+blocks and a class token, is in `families/`.
 """
 
 from __future__ import annotations
 
+import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -18,9 +24,33 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..errors import InputError, ModelError
 from .images import ordinary
 from .plain import TOKEN_WISE, all_modules_are_hooked, is_hooked, runs_code_of
-from .surgery import ClassTokenBlock, OffsetNorm, OpenAttention, PromptedBlock, capture, selecting
+from .surgery import (
+    STATISTICS,
+    ClassTokenBlock,
+    MixedStatistics,
+    MovingStatistics,
+    OffsetNorm,
+    OpenAttention,
+    PromptedBlock,
+    TracedAttention,
+    capture,
+    selecting,
+)
+from .trace import Trace, logits_of, title, trace, weight_of, width_of
 
-NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
+BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
+GROUP_NORMS = (nn.GroupNorm, nn.modules.instancenorm._InstanceNorm)
+LAYER_NORMS = (nn.LayerNorm, nn.RMSNorm)
+OTHER_LAYER_NORM = re.compile("RMSNorm|SimpleNorm", re.IGNORECASE)  # the names of these norms in timm and transformers
+
+PARTS = {
+    "norms": "normalisation layers with weights",
+    "batch norms": "BatchNorm layers with the statistics of the source data",
+    "features": "a linear head, whose input are the features",
+    "blocks": "the blocks of a vision transformer",
+    "attention": "self-attention over all tokens of an image",
+    "class token": "a class token",
+}
 
 
 @dataclass
@@ -49,7 +79,7 @@ class Block:
     @property
     def norms(self) -> list[nn.Module]:
         """The normalisation layers inside the block, including those of the attention."""
-        return [module for module in self.module.modules() if isinstance(module, NORMS)]
+        return norms_in(self.module)
 
     def opened(self) -> OpenAttention:
         """Return the attention as an `OpenAttention`, without a change of the model.
@@ -82,34 +112,147 @@ class Block:
 
 
 @dataclass
-class ViT:
-    """A vision transformer with a class token: its parts, and functions that run it."""
+class TracedBlock:
+    """A block of which a trace has found the attention, and nothing else is known."""
+
+    attention: nn.Module
+    heads: int
+    opened: TracedAttention | None = None
+
+    def open(self) -> OpenAttention:
+        """Return the attention as an `OpenAttention`. If it is already open, return it as it is."""
+        self.opened = self.opened or TracedAttention(self.attention, self.heads)
+        return self.opened
+
+    def close(self) -> None:
+        """Let the attention run as it is again."""
+        if self.opened is not None:
+            self.opened.close()
+            self.opened = None
+
+
+@dataclass
+class ModelView:
+    """A model: its parts, and functions that run it.
+
+    The fields from `blocks` on describe a vision transformer with a class token. Other models have the default values.
+    """
 
     model: nn.Module
     family: str
-    blocks: list[Block]
-    head: nn.Linear  # or another layer with `in_features` and `out_features`
-    width: int
-    tokens: int  # for an image of the default size, including the class token
     channels: int
     image_size: tuple[int, int] | None  # None: any size that the model accepts
-    class_token_suffices: bool  # whether the last block can be computed for this token only
-    plain: frozenset[type]  # the classes of a plain last block and of what is around it
-    after: tuple[str, ...]  # the names of the modules that get all tokens after the last block
-    _blocks: nn.Module  # the module that contains the blocks
+    _head: nn.Linear | None  # or another layer with `in_features` and `out_features`; None if the trace has to find it
+    blocks: list[Block] = field(default_factory=list)
+    width: int = 0
+    tokens: int = 0  # for an image of the default size, including the class token
+    class_token_suffices: bool = False  # whether the last block can be computed for this token only
+    plain: frozenset[type] = frozenset()  # the classes of a plain last block and of what is around it
+    after: tuple[str, ...] = ()  # the names of the modules that get all tokens after the last block
+    _blocks: nn.Module = field(default_factory=nn.Module)  # the module that contains the blocks
     prefix: int = 1  # number of tokens before the patches: the class token and registers
+    _trace: Trace | None = None  # of a model whose head is not known otherwise
     _read: bool = False  # whether other tokens of the last block are read than the head reads
     _own_head: nn.Linear | None = None  # the model's own head, while another one replaces it
+    _set_aside: list[tuple[dict[Any, Any], Any, Any]] = field(default_factory=list)  # inserted parts: place, name, part
+    _traced: list[TracedBlock] = field(default_factory=list)
+    _tracking: dict[Any, bool] = field(default_factory=dict)  # flags of the BatchNorm layers that use batch statistics
+
+    def look_at_pass(self) -> None:
+        """Find what is not known by a pass of random images: the channels, the classes, and the head if there is one."""
+        self._trace = seen = trace(self.model)
+        self.channels = seen.channels
+        self._head = seen.head  # type: ignore[assignment]
+        if not self.blocks and len(seen.attentions) == len(self.stages):
+            self._traced = [TracedBlock(attention.module, attention.heads) for attention in seen.attentions]
+            self.width, self.tokens = seen.attentions[0].width, seen.attentions[0].tokens
+            self.prefix = self.tokens - math.isqrt(self.tokens) ** 2  # those beside a square of patches
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of the parts that the model has, of `PARTS`."""
+        has = {
+            "norms": any(True for norm in self.norms for _ in _own_parameters(norm)),
+            "batch norms": bool(self.batch_norms),
+            "features": self._head is not None,
+            "blocks": bool(self.blocks),
+            "attention": bool(self.attentions),
+            "class token": bool(self.blocks) or (self._trace is not None and self._trace.class_token),
+        }
+        return [part for part in PARTS if has[part]]
+
+    @property
+    def head(self) -> nn.Linear:
+        """The linear layer that returns the logits. It may be another layer with such a shape."""
+        require_supported(self.model, self._head is not None, "no linear layer of it returns the logits")
+        assert self._head is not None
+        return self._head
 
     @property
     def norms(self) -> list[nn.Module]:
         """The normalisation layers of the model, in order."""
-        return [module for module in self.model.modules() if isinstance(module, NORMS)]
+        return norms_in(self.model)
+
+    @property
+    def batch_norms(self) -> list[Any]:
+        """The BatchNorm layers that hold the statistics of the source data."""
+        return [norm for norm in self.norms if isinstance(norm, BATCH_NORMS) and norm.running_mean is not None]
+
+    @property
+    def kind_of_norm(self) -> str:
+        """The most frequent kind of norm: "batch", "group" or "layer"."""
+        counts = Counter(kind_of(norm) or "layer" for norm in self.norms)
+        return counts.most_common(1)[0][0] if counts else "layer"
+
+    @property
+    def attentions(self) -> list[Block] | list[TracedBlock]:
+        """The blocks of which the attention can be opened. Their norms are those of the stages of the same numbers."""
+        return self.blocks or self._traced
+
+    @property
+    def stages(self) -> list[list[nn.Module]]:
+        """The norms of each block, or, in a model without blocks, of each stage.
+
+        The stages are the parts of the smallest module that contains all parts with several norms, or 80 % of the norms,
+        such as the four layers of a ResNet. Norms before the first stage are counted to it, and norms after the last one to
+        that.
+        """
+        if self.blocks:
+            return [block.norms for block in self.blocks]
+        norms = self.norms
+        trunk = self.model
+        while True:
+            children = list(trunk.children())
+            most = [child for child in children if len(norms_in(child)) > 0.8 * len(norms)]
+            large = most or [child for child in children if len(norms_in(child)) > 1]
+            if len(large) != 1:
+                break
+            trunk = large[0]
+        stages = [norms_in(child) for child in children if norms_in(child) and not is_norm(child)]
+        if len(stages) < 2:
+            return [norms]
+        starts = [0, *(norms.index(stage[0]) for stage in stages[1:]), len(norms)]
+        return [norms[a:b] for a, b in zip(starts, starts[1:])]
 
     @property
     def classes(self) -> int:
         """The number of classes of the head."""
-        return self.head.out_features
+        return self.head.out_features if self._trace is None else self._trace.classes
+
+    @property
+    def feature_width(self) -> int:
+        """The number of features that enter the head."""
+        return width_of(self.head)
+
+    @property
+    def work(self) -> int:
+        """A measure of the activations of one image, for the size of micro-batches: tokens times width of a ViT."""
+        return self.tokens * self.width if self._trace is None else self._trace.work
+
+    @property
+    def usual_size(self) -> tuple[int, int] | None:
+        """The size of images that the model certainly takes, or None if it is not known."""
+        return self.image_size or (None if self._trace is None else self._trace.size)
 
     @property
     def device(self) -> torch.device:
@@ -122,10 +265,9 @@ class ViT:
         return self._weight.dtype
 
     @property
-    def _weight(self) -> nn.Parameter:
+    def _weight(self) -> Tensor:
         """The first parameter of the head, or of the model if the head has none, as a quantised one."""
-        parameters = (p for module in (self.head, self.model) for p in module.parameters() if p.is_floating_point())
-        return next(parameters)
+        return weight_of(*([] if self._head is None else [self._head]), self.model)
 
     @property
     def precise(self) -> torch.dtype:
@@ -133,15 +275,29 @@ class ViT:
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
+    def package(self) -> str:
+        """The name of the library that the model comes from."""
+        return {"hf": "transformers"}.get(self.family, self.family)
+
+    @property
     def version(self) -> dict[str, str]:
         """The version of the library that the model comes from, by the name of the library."""
-        package = {"hf": "transformers"}.get(self.family, self.family)
-        return {package: metadata.version(package)}
+        try:
+            return {self.package: metadata.version(self.package)}
+        except metadata.PackageNotFoundError:  # a user's own module
+            return {}
 
     def logits(self, images: Tensor) -> Tensor:
         """Return the logits of a batch, (batch, classes)."""
-        out = self.model(images)
-        return getattr(out, "logits", out)  # transformers returns an object with the logits
+        try:
+            return logits_of(self.model(images))
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise InputError(
+                f"{len(images)} images of this size are too few for the statistics of a BatchNorm: pass more images at "
+                "once, or choose a method that keeps the statistics of the source (norm, source, t3a)."
+            ) from error
 
     def check(self, images: Tensor) -> Tensor:
         """Return the images on the model's device and in its type, or raise an `InputError` if they cannot be used."""
@@ -171,12 +327,11 @@ class ViT:
         holders = [module for module in self.model.modules() if any(child is self.head for child in module.children())]
         if all(runs_code_of(m, self.plain) and not is_hooked(m) for m in (self.model, *holders, self.head)):
             return
-        height, width = self.image_size or (224, 224)
-        image = torch.rand(1, self.channels, height, width, generator=torch.Generator().manual_seed(0))
-        features, logits = self.features(image.to(self.device, self.dtype))
+        images = torch.rand(2, self.channels, *(self.usual_size or (224, 224)), generator=torch.Generator().manual_seed(0))
+        features, logits = self.features(images.to(self.device, self.dtype))
         require_supported(
             self.model,
-            _is_close(self.head(features), logits),
+            _is_close(self.classify(features), logits),
             "it changes the logits after its head, and this method calls the head alone. Make the change inside of the "
             "head, or choose another method",
         )
@@ -190,23 +345,28 @@ class ViT:
         """
         if runs_code_of(self.head, TOKEN_WISE) and not is_hooked(self.head):
             return self.head.weight
-        unit = torch.eye(self.head.in_features, dtype=self.dtype, device=self.device)
-        bias = self.head(torch.zeros_like(unit[:1]))
-        weight = (self.head(unit) - bias).T
+        unit = torch.eye(self.feature_width, dtype=self.dtype, device=self.device)
+        bias = self.classify(torch.zeros_like(unit[:1]))
+        weight = (self.classify(unit) - bias).T
         other = torch.rand(1, len(unit), generator=torch.Generator().manual_seed(0)).to(unit)
         require_supported(
             self.model,
-            _is_close(other @ weight.T + bias, self.head(other)),
+            _is_close(other @ weight.T + bias, self.classify(other)),
             f"its head, a {type(self.head).__name__}, is not a linear function of the features, so that it has no row for "
             "each class. Put a torch.nn.Linear there, or choose another method",
         )
         return weight
 
+    def classify(self, features: Tensor) -> Tensor:
+        """Return the output of the head for features, (batch, width)."""
+        pixels: Any = self.head
+        return pixels(features[..., None, None]).flatten(1) if isinstance(pixels, nn.Conv2d) else self.head(features)
+
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features that enter the head, (batch, width), and the logits."""
         with capture([self.head]) as seen:
             logits = self.logits(images)
-        return seen[self.head].inputs, logits
+        return seen[self.head].inputs.flatten(1), logits
 
     def class_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the class tokens after all blocks, concatenated, and the logits.
@@ -223,7 +383,7 @@ class ViT:
     @property
     def class_tokens_width(self) -> int:
         """The length of the concatenated class tokens of one image."""
-        return (len(self.blocks) - 1) * self.width + self.head.in_features
+        return (len(self.blocks) - 1) * self.width + self.feature_width
 
     def class_attention(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the attention of the class token to each patch in the last block, averaged over the heads, and the logits.
@@ -285,7 +445,7 @@ class ViT:
 
     def _put_head(self, head: nn.Linear) -> None:
         self._exchange(self.head, head)
-        self.head = head
+        self._head = head
 
     def _exchange(self, old: nn.Module, new: nn.Module) -> None:
         """Put a module in place of another one, in the model and in the view of its block."""
@@ -303,6 +463,69 @@ class ViT:
         """Apply a conversion of the model to its own head, if another one replaces it."""
         if self._own_head is not None:
             self._own_head._apply(fn)
+
+    @contextmanager
+    def unadapted(self) -> Iterator[None]:
+        """Let the model run without what was inserted into it, and with the statistics of the source, inside the block."""
+        inserted: list[tuple[dict[Any, Any], Any, Any, Any]] = []  # place, name, inserted part, original part
+        if self._own_head is not None:
+            inserted.append((vars(self), "_head", self.head, self._own_head))
+        for name, layer, block in zip(self._blocks._modules, self.layers, self.blocks):
+            inserted.append((self._blocks._modules, name, layer, block.module))
+            if isinstance(block.attention, OpenAttention):
+                own = block.module._modules
+                inserted.append((own, block.attention_name, block.attention, block.attention.inner))
+                if block.attention.extra is not None:
+                    forward = vars(block.attention.inner)
+                    inserted.append((forward, "forward", forward["forward"], None))
+        for attention in (block.opened for block in self._traced if block.opened is not None and block.opened.extra):
+            forward = vars(attention.inner)
+            inserted.append((forward, "forward", forward["forward"], attention.forward_of_instance))
+        for norm, tracked in self._tracking.items():
+            inserted.append((vars(norm), "training", True, False))
+            inserted.append((vars(norm), "track_running_stats", False, tracked))
+        for module in self.model.modules():
+            hooks: Any = module._forward_pre_hooks
+            inserted += [(hooks, key, hook, None) for key, hook in hooks.items() if isinstance(hook, STATISTICS)]
+            for name, child in module.named_children():
+                if isinstance(child, OffsetNorm):
+                    inserted.append((module._modules, name, child, child.inner))
+                elif self._own_head is not None and child is self.head:
+                    inserted.append((module._modules, name, child, self._own_head))
+        self._set_aside = [(place, name, part) for place, name, part, _ in inserted]
+        try:
+            for place, name, _, original in inserted:
+                if original is None:
+                    del place[name]
+                else:
+                    place[name] = original
+            yield
+        finally:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Insert the modules again that `unadapted` has removed. This can be interrupted and repeated."""
+        for place, name, part in self._set_aside:
+            place[name] = part
+        self._set_aside = []
+
+    def use_batch_statistics(self) -> None:
+        """Let every BatchNorm normalise with the statistics of the batch. Those of the source data do not change."""
+        self._tracking |= {norm: norm.track_running_stats for norm in self.batch_norms}
+        for norm in self._tracking:
+            norm.training, norm.track_running_stats = True, False
+
+    def mix_statistics(self, prior: float, images: int | None = None) -> None:
+        """Let every BatchNorm normalise with a mixture of the statistics of source and batch, as `MixedStatistics`."""
+        for norm in self.batch_norms:
+            norm.register_forward_pre_hook(MixedStatistics(prior, images))
+
+    def move_statistics(self, rate: float) -> nn.ModuleList:
+        """Let every BatchNorm normalise with statistics that can follow batches, and return these statistics."""
+        moving = nn.ModuleList(MovingStatistics(norm, rate) for norm in self.batch_norms)
+        for norm, statistics in zip(self.batch_norms, moving):
+            norm.register_forward_pre_hook(statistics)
+        return moving
 
     def shorten(self) -> None:
         """Compute the last block for the class token only, if the head reads no other token, as long as it is plain."""
@@ -334,7 +557,7 @@ class ViT:
 
     def is_library_code(self) -> bool:
         """Return whether the model runs code of torch and of its own library alone, without hooks."""
-        libraries = {kind.__module__.partition(".")[0] for kind in self.plain}
+        libraries = {"torch", "acclimate", self.package}
         return all(
             type(module).__module__.partition(".")[0] in libraries
             and runs_code_of(module, frozenset({type(module)}))
@@ -350,12 +573,38 @@ class ViT:
         for i, block in enumerate(self.blocks):
             self._put(i, block.module)
             block.close()
+        for traced in self._traced:
+            traced.close()
         for module in list(self.model.modules()):
             if isinstance(module, OffsetNorm):
                 self._exchange(module, module.inner)
+            hooks = module._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if isinstance(hook, STATISTICS)]:
+                del hooks[key]
+        for norm, tracked in self._tracking.items():
+            norm.training, norm.track_running_stats = False, tracked
+        self._tracking.clear()
 
     def _put(self, i: int, module: nn.Module) -> None:
         self._blocks._modules[list(self._blocks._modules)[i]] = module
+
+
+def kind_of(module: nn.Module) -> str | None:
+    """Return the kind of a norm, "batch", "group" or "layer", and None for any other module."""
+    for kind, classes in (("batch", BATCH_NORMS), ("group", GROUP_NORMS), ("layer", LAYER_NORMS)):
+        if isinstance(module, classes):
+            return kind
+    return "layer" if OTHER_LAYER_NORM.search(type(module).__name__) else None
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Return whether a module is a normalisation layer."""
+    return kind_of(module) is not None
+
+
+def norms_in(module: nn.Module) -> list[nn.Module]:
+    """Return the normalisation layers of a module, in order."""
+    return [each for each in module.modules() if is_norm(each)]
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -404,14 +653,14 @@ def samples_interact(model: nn.Module) -> bool:
     That is so with BatchNorm on batch statistics, and with quantised layers, which choose a range for a whole batch.
     """
     return layer_without_gradient(model) is not None or any(
-        isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None)
+        isinstance(module, BATCH_NORMS)
+        and (
+            module.training
+            or module.running_mean is None
+            or any(isinstance(hook, STATISTICS) for hook in module._forward_pre_hooks.values())
+        )
         for module in model.modules()
     )
-
-
-def title(model: nn.Module) -> str:
-    """Return the library and the class of a model, for messages."""
-    return f"{type(model).__module__.split('.')[0]} {type(model).__name__}"
 
 
 def require_supported(model: nn.Module, condition: bool, what: str) -> None:

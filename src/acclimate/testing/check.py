@@ -1,9 +1,9 @@
-"""The conformance suite: checks that every method must pass, on a tiny ViT of every family.
+"""The conformance suite: checks that every method must pass, on tiny models: a ViT of every family, and a ResNet.
 
     acclimate.check_method("mine")
 
 raises a `ConformanceError` that lists the checks that fail. A method that cannot pass a check names it, with the reason, in
-`info.exceptions`.
+`info.exceptions`. A model that lacks a part which the method needs is left out.
 """
 
 from __future__ import annotations
@@ -28,20 +28,59 @@ from ..core.method import Method
 from ..core.registry import find_method
 from ..core.statistics import KINDS, source_statistics
 from ..errors import ConformanceError, InputError
-from ..models.families import Sizes, families, view
+from ..models.families import Family, Sizes, families, view_of
+from ..models.view import PARTS
 
 SIZES = Sizes()
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))  # torch's registries and flags
 
 
-def tiny_vit(family: str = "timm", sizes: Sizes = SIZES) -> nn.Module:
-    """Return a ViT with random weights, the same at every call.
+class ResidualBlock(nn.Module):
+    """A residual block of a ResNet with BatchNorm, which halves the resolution."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.down = nn.Conv2d(inputs, outputs, 1, stride=2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the block."""
+        return self.down(x) + self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
+
+
+class TinyResNet(nn.Module):
+    """A small ResNet with BatchNorm, as a user may write it."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        widths = [sizes.width // 4 * 2**i for i in range(4)]
+        self.stem = nn.Conv2d(3, widths[0], 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(widths[0])
+        self.stages = nn.Sequential(*(ResidualBlock(a, b) for a, b in zip(widths[:1] + widths, widths)))
+        self.fc = nn.Linear(widths[-1], sizes.classes)
+        self.pretrained_cfg = {"input_size": (3, sizes.image, sizes.image)}  # as a model of timm says what it takes
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits."""
+        return self.fc(self.stages(self.bn(self.stem(images)).relu()).mean((2, 3)))
+
+
+def tiny_models() -> dict[str, Family]:
+    """Return the families of the tiny models: those of vision transformers, and a ResNet."""
+    return {**families(), "resnet": Family("resnet", "torch", lambda model: None, TinyResNet)}
+
+
+def tiny_model(family: str = "timm", sizes: Sizes = SIZES) -> nn.Module:
+    """Return a tiny model with random weights, the same at every call.
 
     Its predictions of random images have low entropies for some images and high entropies for others.
     """
     generator = torch.Generator().manual_seed(1)
-    model = families()[family].tiny(sizes).eval()
-    scales = {m.weight for m in model.modules() if isinstance(m, nn.LayerNorm)}
+    model = tiny_models()[family].tiny(sizes).eval()
+    scales = {m.weight for m in model.modules() if isinstance(m, (nn.LayerNorm, nn.BatchNorm2d))}
     with torch.no_grad():
         for p in model.parameters():
             noise = torch.randn(p.shape, generator=generator)
@@ -51,6 +90,9 @@ def tiny_vit(family: str = "timm", sizes: Sizes = SIZES) -> nn.Module:
                 p.copy_(0.3 * noise)
             else:
                 p.copy_(0.1 * noise + (1 if p in scales else 0))
+        for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
+            assert norm.running_var is not None
+            norm.running_var.copy_(1 + torch.rand(norm.running_var.shape, generator=generator))
     return model
 
 
@@ -70,7 +112,7 @@ class Case:
 
     def wrap(self, model: nn.Module | None = None, **more: Any) -> Adapter:
         """Return an adapter of a tiny model, with the source statistics that the method needs."""
-        model = tiny_vit(self.family) if model is None else model
+        model = tiny_model(self.family) if model is None else model
         options: dict[str, Any] = {"mean": 0.5, "std": 0.5, **self.method.info.quick}  # needed by methods that augment
         kinds = [kind for kind in self.method.info.needs if not KINDS[kind].learned]
         if kinds:
@@ -119,7 +161,7 @@ def configuration_round_trips(case: Case) -> None:
 
 def only_declared_parameters_change(case: Case) -> None:
     """Check that a method changes some parameters that it declares, and no others."""
-    model = tiny_vit(case.family)
+    model = tiny_model(case.family)
     source = {name: p.clone() for name, p in model.named_parameters()}
     by_name = dict(model.named_parameters())
     adapter = case.run(case.wrap(model))
@@ -218,7 +260,7 @@ def save_load_continue(case: Case) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "state.safetensors"
         adapter.save(path)
-        loaded = load(path, tiny_vit(case.family))
+        loaded = load(path, tiny_model(case.family))
     assert loaded.method.config == adapter.method.config, "the configuration changed"
     for images in tiny_batches(2, seed=5):
         _equal(loaded(images), adapter(images), "step after load")
@@ -238,7 +280,7 @@ def snapshot_and_rollback(case: Case) -> None:
 
 def unwrap_gives_back_the_source(case: Case) -> None:
     """Check that `unwrap` returns the original model, with its weights, modules and flags."""
-    model = tiny_vit(case.family).train()
+    model = tiny_model(case.family).train()
     images = tiny_batches(1)[0]
     source = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
@@ -297,9 +339,9 @@ def batch_of_one(case: Case) -> None:
 
 def no_reliable_sample(case: Case) -> None:
     """Check that a method accepts batches in which no sample is reliable."""
-    model = tiny_vit(case.family)
+    model = tiny_model(case.family)
     with torch.no_grad():  # all classes are equally likely, which is the largest entropy
-        for p in view(model).head.parameters():
+        for p in view_of(model).head.parameters():
             p.zero_()
     adapter = case.wrap(model)
     for images in tiny_batches():
@@ -362,7 +404,7 @@ def caller_without_gradients(case: Case) -> None:
 def micro_batches_do_not_matter(case: Case) -> None:
     """Check that the size of the micro-batches does not change the result."""
     # in float64, so that rounding cannot explain a difference
-    whole, parts = (case.run(case.wrap(tiny_vit(case.family).double(), micro_batch=size)) for size in (6, 4))
+    whole, parts = (case.run(case.wrap(tiny_model(case.family).double(), micro_batch=size)) for size in (6, 4))
     for name, p in whole.engine.adapted.named.items():
         difference = float((parts.engine.adapted.named[name] - p).detach().abs().max())
         assert difference < 1e-6, f"{name} differs by {difference:.1e}"
@@ -411,9 +453,13 @@ def check_method(method: str | type[Method], **options: Any) -> dict[str, str]:
         raise ConformanceError(f"{cls.__name__}.info.exceptions names unknown checks: {', '.join(unknown)}.")
     outcomes: dict[str, str] = {}
     failures: list[str] = []
-    for family, about in families().items():
+    for family, about in tiny_models().items():
         if importlib.util.find_spec(about.package) is None:
             outcomes[family] = f"excused: {about.package} is not installed"
+            continue
+        missing = [PARTS[part] for part in cls.info.requires if part not in view_of(tiny_model(family)).parts]
+        if missing:
+            outcomes[family] = f"excused: it lacks {missing[0]}"
             continue
         for name, check in CHECKS.items():
             where = f"{family}: {name}"

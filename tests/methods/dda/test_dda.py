@@ -26,8 +26,8 @@ from acclimate.methods.dda.denoisers import Gaussian, open_denoiser
 from acclimate.methods.dda.folder import PairedDomain, generate_folder
 from acclimate.methods.dda.method import DDA, combined
 from acclimate.methods.dda.process import Schedule, regenerated, resized
-from acclimate.testing.check import tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.testing.check import tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 HOW = dict(denoiser="gaussian", steps=10, start=3, mean=0.5, std=0.5)
@@ -41,11 +41,11 @@ def generated(model):
 
 
 def test_the_prediction_is_the_mean_of_two():
-    batches, model = double_batches(), acclimate.adapt(double_vit(), "dda", **HOW)
+    batches, model = double_batches(), acclimate.adapt(double_model(), "dda", **HOW)
     seen = generated(model)
     probabilities = model(batches[0]).softmax(-1)
     with torch.no_grad():
-        original, other = (double_vit()(x).softmax(-1) for x in (batches[0], 2 * seen[0].clamp(0, 1) - 1))
+        original, other = (double_model()(x).softmax(-1) for x in (batches[0], 2 * seen[0].clamp(0, 1) - 1))
     assert_exact(probabilities, (original + other) / 2)
     assert model.record.used == 0 and model.record.drift == 0
 
@@ -61,36 +61,36 @@ def test_other_ensembles():
 
 
 def test_neither_batches_nor_micro_batches_matter(batches):
-    whole = acclimate.adapt(double_vit(), "dda", **HOW)(batches[0])
+    whole = acclimate.adapt(double_model(), "dda", **HOW)(batches[0])
     for micro_batch in (None, 2):
-        other = acclimate.adapt(double_vit(), "dda", micro_batch=micro_batch, **HOW)
+        other = acclimate.adapt(double_model(), "dda", micro_batch=micro_batch, **HOW)
         parts = torch.cat([other(part) for part in batches[0].split([1, 3, 2])])
         assert_exact(parts, whole)
 
 
 def test_the_reference_couples_a_batch_and_can_be_cut(batches):
     how = {**HOW, "reference": True, "scale": 60.0}
-    whole = acclimate.adapt(double_vit(), "dda", **how)(batches[0])
-    cut = acclimate.adapt(double_vit(), "dda", micro_batch=2, **how)(batches[0])
+    whole = acclimate.adapt(double_model(), "dda", **how)(batches[0])
+    cut = acclimate.adapt(double_model(), "dda", micro_batch=2, **how)(batches[0])
     assert_exact(cut, whole)
-    other = acclimate.adapt(double_vit(), "dda", **how)
+    other = acclimate.adapt(double_model(), "dda", **how)
     alone = torch.cat([other(image[None]) for image in batches[0]])
     assert not torch.allclose(alone, whole, atol=1e-3)
 
 
 def test_the_reference_shows_the_centre_of_both():
-    batches, model = double_batches(), acclimate.adapt(double_vit(), "dda", reference=True, **HOW)
+    batches, model = double_batches(), acclimate.adapt(double_model(), "dda", reference=True, **HOW)
     seen = generated(model)
     probabilities = model(batches[0]).softmax(-1)
     pixels = torch.stack([(batches[0] + 1) / 2, seen[0]])
     shown = resized(pixels.flatten(0, 1), (37, 37))[..., 2:34, 2:34].unflatten(0, (2, -1))
     with torch.no_grad():
-        first, second = (double_vit()(x).softmax(-1) for x in (2 * shown[0] - 1, 2 * shown[1].clamp(0, 1) - 1))
+        first, second = (double_model()(x).softmax(-1) for x in (2 * shown[0] - 1, 2 * shown[1].clamp(0, 1) - 1))
     assert_exact(probabilities, (first + second) / 2)
 
 
 def test_a_frozen_call_is_the_next_step(batches):
-    model = acclimate.adapt(tiny_vit(), "dda", **HOW)
+    model = acclimate.adapt(tiny_model(), "dda", **HOW)
     with model.frozen():
         first = model(batches[0])
     assert torch.equal(model(batches[0]), first)
@@ -118,7 +118,7 @@ def test_a_denoiser_of_ones_own(batches, tmp_path):
             self.net = (Pool(),)
             return self.net[0]
 
-    model = acclimate.adapt(tiny_vit().double(), Mine, steps=100, start=2, mean=0.5, std=0.5)
+    model = acclimate.adapt(tiny_model().double(), Mine, steps=100, start=2, mean=0.5, std=0.5)
     assert model(batches[0]).dtype is torch.float64
     assert set(model.method.net[0].seen) == {(torch.float32, (3, 20, 20), 10), (torch.float32, (3, 20, 20), 0)}
     assert not list(model.method.parameters()) and not any("scale" in name for name in model.state.constants())
@@ -138,13 +138,13 @@ def test_precision_is_the_denoisers_too(batches):
             self.net = (Net(3, 3, 1),)
             return self.net[0]
 
-    model = acclimate.adapt(tiny_vit(), Mine, steps=10, start=2, mean=0.5, std=0.5, precision="bfloat16")
+    model = acclimate.adapt(tiny_model(), Mine, steps=10, start=2, mean=0.5, std=0.5, precision="bfloat16")
     assert model(batches[0][:2]).isfinite().all()
     assert model.method.net[0].kind is torch.bfloat16
 
 
 def test_a_subset_of_classes():
-    model = acclimate.adapt(double_vit(), "dda", classes=[1, 4, 7], **HOW)
+    model = acclimate.adapt(double_model(), "dda", classes=[1, 4, 7], **HOW)
     logits = model(tiny_batches(1, 2)[0])
     assert logits.shape == (2, 3)
     assert_exact(logits.exp().sum(-1), [1.0, 1.0])
@@ -166,14 +166,14 @@ def test_a_subset_of_classes():
     ],
 )
 def test_bad_options(options, message):
-    model = tiny_vit()
+    model = tiny_model()
     model.pretrained_cfg = {}
     with pytest.raises(ConfigError, match=message):
         acclimate.adapt(model, "dda", **{**HOW, **options})
 
 
 def test_a_file_that_is_not_there():
-    model = tiny_vit()
+    model = tiny_model()
     with pytest.raises(StateError, match="no file"):
         acclimate.adapt(model, "dda", **{**HOW, "denoiser": "gone.pt"})
     acclimate.adapt(model, "source")  # it was given back
@@ -187,7 +187,7 @@ def test_other_channels_are_refused():
             return net
 
     with pytest.raises(ConfigError, match="1 channels, the model's 3"):
-        acclimate.adapt(tiny_vit(), Grey, mean=0.5, std=0.5)
+        acclimate.adapt(tiny_model(), Grey, mean=0.5, std=0.5)
 
 
 def test_what_it_says_of_itself():
@@ -255,10 +255,10 @@ def test_damaged_images(photos, capsys):
 
 
 def test_images_that_were_generated_before():
-    batches, made = double_batches(), acclimate.adapt(double_vit(), "dda", **HOW)
+    batches, made = double_batches(), acclimate.adapt(double_model(), "dda", **HOW)
     seen = generated(made)
     expected = made(batches[0])
-    stored = acclimate.adapt(double_vit(), "dda", generated="somewhere", mean=0.5, std=0.5)
+    stored = acclimate.adapt(double_model(), "dda", generated="somewhere", mean=0.5, std=0.5)
     pairs = torch.stack([batches[0], 2 * seen[0].clamp(0, 1) - 1], dim=1)
     assert_exact(stored(pairs), expected)
     with stored.frozen():
@@ -319,7 +319,7 @@ def test_generated_images_that_are_not_there(trees):
 
 
 def test_the_bench_shows_dda_the_generated_images_and_others_the_originals(trees):
-    model, data = double_vit(), files(trees, preprocess=Preprocess(32, 32, (0.5,) * 3, (0.5,) * 3))
+    model, data = double_model(), files(trees, preprocess=Preprocess(32, 32, (0.5,) * 3, (0.5,) * 3))
     for ensemble in ("none", "sum"):
         source, dda = results = acclimate.bench(
             model, [data], methods=["source", ("dda", {"generated": str(trees / "out"), "ensemble": ensemble})],

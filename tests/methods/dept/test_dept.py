@@ -22,10 +22,10 @@ from acclimate.methods.dept.network import (
     sharpened,
     stage_distance,
 )
-from acclimate.models.families import view
+from acclimate.models.families import view_of
 from acclimate.models.fingerprint import fingerprint
-from acclimate.testing.check import CHECKS, Case, tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.testing.check import CHECKS, Case, tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 HOW = dict(mean=0.5, std=0.5)
@@ -35,12 +35,12 @@ SMALL = dict(bank=16, neighbours=3, refine_after=8, random_prompts=True, prompts
 
 def trained(model, seed=7):
     """As if prompts had been trained: random ones, and another classifier than the model's."""
-    vit = view(model)
-    learned = Prompted(vit, SIZES, torch.Generator().manual_seed(seed))
+    view = view_of(model)
+    learned = Prompted(view, SIZES, torch.Generator().manual_seed(seed))
     with torch.no_grad():
         learned.head.bias += torch.randn(10, generator=torch.Generator().manual_seed(seed))
     about = {"samples": 5, "batch_size": 2, "labels": "given", **vars(SIZES)}
-    mine = {"class": type(model).__name__, **fingerprint(vit, model.state_dict())}
+    mine = {"class": type(model).__name__, **fingerprint(view, model.state_dict())}
     return SourceStatistics(named_prompts(learned), mine, about)
 
 
@@ -65,7 +65,7 @@ def projected(learned, features, means):
 
 def first_step(images, **options):
     """An adapter after its first batch, with the views that it saw."""
-    model = acclimate.adapt(double_vit(), "dept-g", **{**SMALL, **HOW, "steps": 1, **options})
+    model = acclimate.adapt(double_model(), "dept-g", **{**SMALL, **HOW, "steps": 1, **options})
     seen, draw = [], model.method.views
     model.method.views = lambda *a: seen.append(draw(*a)) or seen[-1]
     return model, seen, model(images)
@@ -78,8 +78,10 @@ def test_the_first_step_by_hand(reference):
     weights = dict(dino_weight=0.3, prompt_weight=0.7, diversity=0.5, prompt_diversity=0.2)
     model, ((weak, first, second),), logits = first_step(images, lr=0.05, clip=0.1, reference=reference, **weights)
 
-    plain = double_vit()
-    learned = Prompted(view(plain), Sizes(prompts=3, hidden=16, bottleneck=8, outputs=12), torch.Generator().manual_seed(0))
+    plain = double_model()
+    learned = Prompted(
+        view_of(plain), Sizes(prompts=3, hidden=16, bottleneck=8, outputs=12), torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():  # the average is still the student
         labels = prompted(plain, learned, weak)[0].argmax(-1)
         token, stages = projected(learned, *prompted(plain, learned, first)[1:])
@@ -139,17 +141,17 @@ def test_losses_in_closed_form():
 
 def test_stages_divide_the_blocks():
     for stages, starts in ((1, [0]), (2, [0, 2]), (3, [0, 1, 2]), (4, [0, 1, 2, 3])):
-        model = acclimate.adapt(tiny_vit(), "dept-g", stages=stages, **SMALL, **HOW)
+        model = acclimate.adapt(tiny_model(), "dept-g", stages=stages, **SMALL, **HOW)
         assert model.method.learned.starts == starts
         assert {n for n in model.engine.adapted.named if ".prompts." in n} == {
             f"method/learned.prompts.{i}" for i in range(stages)
         }
     with pytest.raises(ConfigError, match="stages=5: this model has 4 blocks"):
-        acclimate.adapt(tiny_vit(), "dept-g", stages=5, **SMALL, **HOW)
+        acclimate.adapt(tiny_model(), "dept-g", stages=5, **SMALL, **HOW)
 
 
 def test_it_begins_with_what_was_trained(family, batches):
-    model = double_vit(family)
+    model = double_model(family)
     source = trained(model)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     adapter = acclimate.adapt(model, "dept-g", source_statistics=source, bank=16, lr=0.01, **HOW)
@@ -157,10 +159,10 @@ def test_it_begins_with_what_was_trained(family, batches):
         assert torch.equal(adapter.engine.adapted.named[f"method/learned.{name}"], tensor)
     assert set(adapter.engine.adapted.named) == {f"method/learned.{name}" for name in source.of("prompts")}
     if family == "timm":
-        learned = Prompted(view(double_vit()), SIZES, torch.Generator())
+        learned = Prompted(view_of(double_model()), SIZES, torch.Generator())
         learned.load_state_dict(source.of("prompts"))
         with torch.no_grad(), adapter.frozen():
-            expected = prompted(double_vit(), learned, batches[0].double())[0]
+            expected = prompted(double_model(), learned, batches[0].double())[0]
             assert_exact(adapter(batches[0]), expected)
     for images in batches:
         adapter(images)
@@ -170,13 +172,13 @@ def test_it_begins_with_what_was_trained(family, batches):
 
 
 def test_a_state_file_knows_where_it_began(tmp_path, batches):
-    source = trained(tiny_vit())
-    model = acclimate.adapt(tiny_vit(), "dept-g", source_statistics=source, bank=16, lr=0.05, **HOW)
+    source = trained(tiny_model())
+    model = acclimate.adapt(tiny_model(), "dept-g", source_statistics=source, bank=16, lr=0.05, **HOW)
     begin = dict(model.state.capture())
     for images in batches:
         model(images)
     model.save(tmp_path / "state.safetensors")
-    again = acclimate.load(tmp_path / "state.safetensors", tiny_vit())
+    again = acclimate.load(tmp_path / "state.safetensors", tiny_model())
     assert again.engine.adapted.drift() == pytest.approx(model.engine.adapted.drift())
     assert torch.equal(again(batches[0]), model(batches[0]))
     again.reset()
@@ -190,7 +192,7 @@ def test_it_conforms_with_trained_prompts(check):
 
     class Trained(Case):
         def wrap(self, model=None, **more):
-            model = tiny_vit() if model is None else model
+            model = tiny_model() if model is None else model
             options = dict(source_statistics=trained(model), bank=16, neighbours=3, refine_after=8, steps=2)
             return acclimate.adapt(model, self.method, **HOW, **options, **more)
 
@@ -199,23 +201,23 @@ def test_it_conforms_with_trained_prompts(check):
 
 def test_without_prompts_it_says_how_to_get_them(tmp_path):
     with pytest.raises(ConfigError, match=r"acclimate train-prompts .*random_prompts=True"):
-        acclimate.adapt(tiny_vit(), "dept-g", **HOW)
-    statistics = acclimate.source_statistics(tiny_vit(), tiny_batches(1)[0])
+        acclimate.adapt(tiny_model(), "dept-g", **HOW)
+    statistics = acclimate.source_statistics(tiny_model(), tiny_batches(1)[0])
     with pytest.raises(ConfigError, match=r"has fisher, features, class_tokens, logits, not prompts.* train-prompts"):
-        acclimate.adapt(tiny_vit(), "dept-g", source_statistics=statistics, **HOW)
-    source = trained(tiny_vit())
+        acclimate.adapt(tiny_model(), "dept-g", source_statistics=statistics, **HOW)
+    source = trained(tiny_model())
     with pytest.raises(ConfigError, match="prompts=50: source_statistics= has 3"):
-        acclimate.adapt(tiny_vit(), "dept-g", source_statistics=source, prompts=50, **HOW)
-    other = tiny_vit()
+        acclimate.adapt(tiny_model(), "dept-g", source_statistics=source, prompts=50, **HOW)
+    other = tiny_model()
     with torch.no_grad():
         other.norm.bias.add_(1)
     with pytest.raises(StateError, match="of another model"):
         acclimate.adapt(other, "dept-g", source_statistics=source, **HOW)
-    assert acclimate.adapt(tiny_vit(), "dept-g", source_statistics=source, prompts=3, **HOW).method.learned.sizes == SIZES
+    assert acclimate.adapt(tiny_model(), "dept-g", source_statistics=source, prompts=3, **HOW).method.learned.sizes == SIZES
 
 
 def test_class_subsets_single_images_and_a_small_bank():
-    model = acclimate.adapt(tiny_vit(), "dept-g", classes=[2, 5, 8], **{**SMALL, "bank": 4, "neighbours": 9}, **HOW)
+    model = acclimate.adapt(tiny_model(), "dept-g", classes=[2, 5, 8], **{**SMALL, "bank": 4, "neighbours": 9}, **HOW)
     for images in (*tiny_batches(2), *tiny_batches(2, size=1)):
         assert model(images).shape == (len(images), 3)
     assert int(model.method.memory.seen) == 14 and not model.method.memory.probabilities[:, 3:].any()
@@ -223,7 +225,7 @@ def test_class_subsets_single_images_and_a_small_bank():
 
 def test_a_failed_step_leaves_no_trace(batches):
     """Also if earlier steps of the same batch were fine."""
-    model = acclimate.adapt(tiny_vit(), "dept-g", steps=3, guard=None, **SMALL, **HOW)
+    model = acclimate.adapt(tiny_model(), "dept-g", steps=3, guard=None, **SMALL, **HOW)
     model(batches[0])
     before, learn, calls = model.state.capture(), model.method.learn, []
 
@@ -248,4 +250,4 @@ def test_a_failed_step_leaves_no_trace(batches):
 )  # fmt: skip
 def test_bad_options(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        acclimate.adapt(tiny_vit(), "dept-g", **{**SMALL, **options}, **HOW)
+        acclimate.adapt(tiny_model(), "dept-g", **{**SMALL, **options}, **HOW)

@@ -26,9 +26,9 @@ QUICK = PromptRecipe(epochs=4, batch_size=16, lr=0.3, warmup=2)
 
 def plain():
     torch.manual_seed(3)
-    vit = VisionTransformer(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=2, num_classes=3)
-    vit.pretrained_cfg = dict(input_size=(3, 32, 32), mean=MEAN, std=STD)
-    return vit.eval()
+    view = VisionTransformer(img_size=32, patch_size=16, embed_dim=24, depth=2, num_heads=2, num_classes=3)
+    view.pretrained_cfg = dict(input_size=(3, 32, 32), mean=MEAN, std=STD)
+    return view.eval()
 
 
 def train(out, data=None, **options):

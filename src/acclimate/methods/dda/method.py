@@ -15,7 +15,7 @@ from ...core.method import Info, Method, Setup, Step
 from ...core.registry import register
 from ...data.domains import Domain
 from ...errors import ConfigError, require_between, require_whole
-from ...models.view import ViT
+from ...models.view import ModelView
 from .denoisers import open_denoiser
 from .folder import PairedDomain
 from .process import Denoiser, regenerated, resized
@@ -121,13 +121,13 @@ class DDA(Method):
         """Return a domain as the bench passes it to this method: with the generated image beside each original."""
         return domain if self.generated is None else PairedDomain(domain, self.generated)
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Open the diffusion model, and adapt no parameter."""
         if self.generated is not None:
             return []
         denoiser = self.open_denoiser()
-        if denoiser.channels not in (None, vit.channels):
-            raise ConfigError(f"The denoiser's images have {denoiser.channels} channels, the model's {vit.channels}.")
+        if denoiser.channels not in (None, view.channels):
+            raise ConfigError(f"The denoiser's images have {denoiser.channels} channels, the model's {view.channels}.")
         self._held = (denoiser,)  # a module in a tuple is not part of the state
         return []
 

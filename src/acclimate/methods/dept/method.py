@@ -15,7 +15,7 @@ from ...core.engine import Engine, keep_all, require_finite
 from ...core.method import Info, Method, Setup, Step
 from ...core.registry import register
 from ...errors import ConfigError, require_between, require_whole
-from ...models.view import ViT
+from ...models.view import ModelView
 from .._augment import mirrored, moco_view, resized_crop, views_of_each
 from .._bank import Bank
 from .._predictions import log_mean_prediction, uniformity
@@ -79,6 +79,7 @@ class DePT(Method):
         paper="Gao et al., arXiv 2022",
         adapts="prompts in 4 stages, classifier and DINO heads, and their average",
         remembers="an average of what adapts, and a bank of features and predictions",
+        requires=("features", "blocks"),
         augments=True,
         predicts_after=True,
         needs=(PROMPTS,),
@@ -159,17 +160,17 @@ class DePT(Method):
             self.info = replace(self.info, needs=())
         self.info = replace(self.info, passes=(4 * self.steps + 1, self.steps))
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Insert prompts and classifier into the model, and adapt them together with the DINO heads."""
-        self.learned = Prompted(vit, self._sizes(setup), setup.rng)
+        self.learned = Prompted(view, self._sizes(setup), setup.rng)
         if self.info.needs:
             self.learned.load_state_dict(setup.statistics_of(PROMPTS))
-        self.learned.insert(vit)
+        self.learned.insert(view)
         self._adapted = list(self.learned.parameters())
         self.teacher = Teacher(self._adapted)
-        self.memory = Bank(self.bank, vit)
+        self.memory = Bank(self.bank, view)
         self.centre: Tensor
-        self.register_buffer("centre", torch.zeros(self.learned.sizes.outputs, dtype=vit.precise, device=vit.device))
+        self.register_buffer("centre", torch.zeros(self.learned.sizes.outputs, dtype=view.precise, device=view.device))
         return self._adapted
 
     def _sizes(self, setup: Setup) -> Sizes:
@@ -229,7 +230,7 @@ class DePT(Method):
 
     def embed(self, images: Tensor, engine: Engine) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return logits, features, and the DINO outputs of the class token and of the prompts."""
-        return self.learned.embed(engine.vit, images, engine.forward_features)
+        return self.learned.embed(engine.view, images, engine.forward_features)
 
     def labels(self, logits: Tensor, features: Tensor) -> Tensor:
         """Return the pseudo labels, given logits and features of the weak view."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ...core.statistics import Statistic
 from ...errors import ConfigError, require_whole
 from ...models.surgery import capture
-from ...models.view import ViT
+from ...models.view import ModelView
 
 CENTRE = 0.9  # share of the centre that stays at each step, as in DINO
 
@@ -55,14 +55,16 @@ class DinoHead(nn.Module):
     The cosines are the output of a last layer with weight vectors of length 1 for a normalised bottleneck.
     """
 
-    def __init__(self, width: int, sizes: Sizes, vit: ViT, rng: torch.Generator) -> None:
+    def __init__(self, width: int, sizes: Sizes, view: ModelView, rng: torch.Generator) -> None:
         super().__init__()
 
         def drawn(*shape: int) -> nn.Parameter:
-            return nn.Parameter(nn.init.trunc_normal_(torch.empty(shape), std=0.02, generator=rng).to(vit.device, vit.dtype))
+            return nn.Parameter(
+                nn.init.trunc_normal_(torch.empty(shape), std=0.02, generator=rng).to(view.device, view.dtype)
+            )
 
         def zeros(count: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(count, device=vit.device, dtype=vit.dtype))
+            return nn.Parameter(torch.zeros(count, device=view.device, dtype=view.dtype))
 
         self.weight1, self.bias1 = drawn(sizes.hidden, width), zeros(sizes.hidden)
         self.weight2, self.bias2 = drawn(sizes.bottleneck, sizes.hidden), zeros(sizes.bottleneck)
@@ -78,37 +80,37 @@ class Prompted(nn.Module):
     """The prompts of each stage, a classifier that starts as that of the model, and a DINO head for each stage.
 
     Args:
-        vit: The model.
+        view: The model.
         sizes: The sizes of the networks.
         rng: The generator of the initial values: prompts by the rule of Xavier and Glorot, heads as in DINO.
     """
 
-    def __init__(self, vit: ViT, sizes: Sizes, rng: torch.Generator) -> None:
+    def __init__(self, view: ModelView, sizes: Sizes, rng: torch.Generator) -> None:
         super().__init__()
-        depth = len(vit.blocks)
+        depth = len(view.blocks)
         if sizes.stages > depth:
             raise ConfigError(f"stages={sizes.stages}: this model has {depth} blocks, and a stage needs at least one.")
         self.sizes = sizes
         self.starts = [stage * depth // sizes.stages for stage in range(sizes.stages)]
-        drawn = (nn.init.xavier_uniform_(torch.empty(sizes.prompts, vit.width), generator=rng) for _ in self.starts)
-        self.prompts = nn.ParameterList(nn.Parameter(p.to(vit.device, vit.dtype)) for p in drawn)
-        self.head = copy.deepcopy(vit.head)
-        self.dino = nn.ModuleList(DinoHead(vit.width, sizes, vit, rng) for _ in self.starts)
+        drawn = (nn.init.xavier_uniform_(torch.empty(sizes.prompts, view.width), generator=rng) for _ in self.starts)
+        self.prompts = nn.ParameterList(nn.Parameter(p.to(view.device, view.dtype)) for p in drawn)
+        self.head = copy.deepcopy(view.head)
+        self.dino = nn.ModuleList(DinoHead(view.width, sizes, view, rng) for _ in self.starts)
 
-    def insert(self, vit: ViT) -> None:
+    def insert(self, view: ModelView) -> None:
         """Insert the prompts and the classifier into the model."""
-        vit.prompt(dict(zip(self.starts, self.prompts)), read=True)
-        vit.exchange_head(self.head)
+        view.prompt(dict(zip(self.starts, self.prompts)), read=True)
+        view.exchange_head(self.head)
 
     def embed(
-        self, vit: ViT, images: Tensor, forward: Callable[[Tensor], tuple[Tensor, Tensor]]
+        self, view: ModelView, images: Tensor, forward: Callable[[Tensor], tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return logits and features of a pass, and the DINO outputs of the class token and of the prompts.
 
         The DINO outputs of the class token, (batch, outputs), are those of the head of the last stage. Those of the prompts,
         (batch, stages, outputs), are computed from the mean of the prompts of each stage at its end.
         """
-        ends = [vit.blocks[start - 1].module for start in (*self.starts[1:], len(vit.blocks))]
+        ends = [view.blocks[start - 1].module for start in (*self.starts[1:], len(view.blocks))]
         with capture(ends) as seen:
             logits, features = forward(images)
         means = [seen[end].outputs[:, 1 : 1 + self.sizes.prompts].mean(1) for end in ends]
@@ -181,9 +183,9 @@ class TrainedPrompts(Statistic):
     learned = True
 
     @classmethod
-    def empty(cls, vit: ViT, about: Mapping[str, Any]) -> dict[str, Tensor]:
+    def empty(cls, view: ModelView, about: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return tensors with the names and shapes of the trained prompts."""
-        return dict(Prompted(vit, Sizes.of(about), torch.Generator()).state_dict())
+        return dict(Prompted(view, Sizes.of(about), torch.Generator()).state_dict())
 
 
 PROMPTS = TrainedPrompts.kind

@@ -34,10 +34,10 @@ from ...core.wrapping import require_unwrapped
 from ...data.domains import Domain
 from ...data.imagefile import AnyPath
 from ...errors import InputError, require_between, require_whole
-from ...models.families import view
+from ...models.families import view_of
 from ...models.fingerprint import fingerprint
 from ...models.loading import pick_device
-from ...models.view import ViT
+from ...models.view import ModelView
 from ...training.loop import (
     Training,
     augmented,
@@ -159,7 +159,7 @@ def train_prompts(
     unfinished = checkpoint_of(out)
     require_whole(0, seed=seed, workers=workers)
     require_unwrapped(model, "train prompts for the plain source model, before adapt().")
-    original = view(model)
+    original = view_of(model)
     if len(class_names) != original.classes:
         raise InputError(
             f"{domain.key} has {len(class_names)} classes, the model's head {original.classes}: give images of all of them."
@@ -181,8 +181,8 @@ def train_prompts(
     begun = None if fresh else read_trained(unfinished, UNFINISHED, settings)
     where = pick_device(device)
     with deterministic(where):
-        vit = view(copy.deepcopy(model).to(where).eval().requires_grad_(False))
-        run = _PromptTraining(vit, sizes, recipe, seed, len(parts[0].labels))
+        view = view_of(copy.deepcopy(model).to(where).eval().requires_grad_(False))
+        run = _PromptTraining(view, sizes, recipe, seed, len(parts[0].labels))
         run.train(begun, out, settings, UNFINISHED, parts, workers, console)
     shown = {"samples": len(parts[0].labels), "batch_size": recipe.batch_size, "labels": "given", "epochs": recipe.epochs}
     about = {**shown, **asdict(sizes), "held_out": len(parts[1].labels), "accuracy": run.history[-1][1]}
@@ -196,29 +196,29 @@ def train_prompts(
 class _PromptTraining(Training):
     """The training of the prompts, classifier and DINO heads of a student, with their average as the teacher."""
 
-    def __init__(self, vit: ViT, sizes: Sizes, recipe: PromptRecipe, seed: int, images: int) -> None:
+    def __init__(self, view: ModelView, sizes: Sizes, recipe: PromptRecipe, seed: int, images: int) -> None:
         rng = torch.Generator().manual_seed(seed)
         self.recipe = recipe
-        self.student = Prompted(vit, sizes, rng).requires_grad_(True)
-        self.student.insert(vit)
+        self.student = Prompted(view, sizes, rng).requires_grad_(True)
+        self.student.insert(view)
         self.teacher = Teacher(self.student.parameters())
         self.warmup = recipe.warmup / (recipe.epochs * math.ceil(images / recipe.batch_size))
-        self.centre = torch.zeros(sizes.outputs, device=vit.device, dtype=vit.dtype)
+        self.centre = torch.zeros(sizes.outputs, device=view.device, dtype=view.dtype)
         learned = nn.ModuleDict({"student": self.student, "teacher": self.teacher})
         learned.register_buffer("centre", self.centre)
-        self.engine = Engine(vit, dict(self.student.named_parameters()), rng=rng)
+        self.engine = Engine(view, dict(self.student.named_parameters()), rng=rng)
         optimizer = torch.optim.SGD(
             self.student.parameters(), recipe.lr, recipe.momentum, weight_decay=recipe.weight_decay, nesterov=True
         )
-        super().__init__(vit, learned, optimizer, recipe, seed, False)
+        super().__init__(view, learned, optimizer, recipe, seed, False)
 
     def step(self, images: Tensor, labels: Tensor, draws: np.random.RandomState, done: float) -> float:
         """Train on one batch, and return its loss."""
         recipe, engine = self.recipe, self.engine
-        self.vit.model.eval()
+        self.view.model.eval()
         for group in self.optimizer.param_groups:
             group["lr"] = recipe.lr * relative_lr(done, min(1.0, self.warmup))
-        images = self.vit.check(images)
+        images = self.view.check(images)
         first, second = (augmented(images, draws, recipe.area, recipe.stretch) for _ in range(2))
         average = self.teacher.ahead(engine.adapted.tensors, recipe.teacher_momentum)
         with engine.adapted.using(average):
@@ -245,4 +245,4 @@ class _PromptTraining(Training):
 
     def embed(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return logits, features, and the DINO outputs of the class token and of the prompts."""
-        return self.student.embed(self.vit, images, self.engine.forward_features)
+        return self.student.embed(self.view, images, self.engine.forward_features)

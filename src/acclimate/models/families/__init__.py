@@ -1,20 +1,23 @@
-"""Families of models. Each file of this folder shows the models of one library as a `ViT`.
+"""Families of vision transformers, and the view of any other model.
 
-A new file in this folder is found without being registered anywhere.
+Each file of this folder shows the vision transformers of one library, with their blocks and their class token. A new file is
+found without being registered anywhere. Of any other model, the view shows the norms, and the head and the features that a
+pass of random images finds.
 """
 
 from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 
 from torch import nn
 
 from ...errors import ModelError
-from ..view import ViT, require_supported, title
+from ..trace import width_of
+from ..view import ModelView, require_supported
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Family:
 
     name: str
     package: str
-    view: Callable[[nn.Module], ViT | None]
+    view_of: Callable[[nn.Module], ModelView | None]
     tiny: Callable[[Sizes], nn.Module]
 
 
@@ -53,34 +56,66 @@ def families() -> dict[str, Family]:
     return {module.FAMILY.name: module.FAMILY for module in modules}
 
 
-def view(model: nn.Module) -> ViT:
+def linear(head: nn.Module) -> nn.Linear | None:
+    """Return a head if it has the shape of a linear layer, and otherwise None: the trace may find one inside of it."""
+    return head if width_of(head) else None  # type: ignore[return-value]
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return the module inside of `torch.compile`, `DataParallel` and `DistributedDataParallel`."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def view_of(model: nn.Module) -> ModelView:
     """Return the structural view of a model, or raise a `ModelError` that says why there is none."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"adapt() takes a torch.nn.Module, not {type(model).__name__}.")
-    for family in families().values():
-        try:
-            found = family.view(model)
-        except AttributeError as error:
-            raise ModelError(
-                f"{title(model)} cannot be adapted: one of its parts was replaced by one that lacks something ({error})."
-            ) from error
-        if found is not None:
-            require_supported(model, len(found.blocks) > 0, "it has no transformer blocks")
-            sizes = (getattr(found.head, name, None) for name in ("in_features", "out_features"))
-            linear = all(isinstance(size, int) for size in sizes)
-            require_supported(model, linear, "its head is not a linear layer (num_classes=0?)")
-            require_supported(
-                model,
-                found.classes > 1,
-                "its head has one output: adaptation by entropy needs logits of two classes or more",
-            )
-            require_supported(model, not any(p.is_inference() for p in model.parameters()), "it was built in inference mode")
-            return found
-    for name, module in model.named_modules():
-        if name and any(family.view(module) is not None for family in families().values()):
-            raise ModelError(f"{title(model)} contains a {title(module)} as its {name}: pass that one to adapt().")
-    raise ModelError(
-        f"{title(model)} is not a vision transformer that acclimate understands: no class token and blocks with "
-        "self-attention were found. Supported: timm VisionTransformer (ViT, DeiT), transformers "
-        "ViTForImageClassification, torchvision VisionTransformer."
+    model = bare(model)
+    require_supported(model, not any(p.is_inference() for p in model.parameters()), "it was built in inference mode")
+    require_supported(
+        model,
+        getattr(model, "num_classes", None) != 0,
+        "it has no head (num_classes=0). Give it one, or wrap it in a module that classifies its features",
     )
+    library = type(model).__module__.partition(".")[0]
+    found = _transformer(model) or ModelView(model, {"transformers": "hf"}.get(library, library), 0, None, None)
+    if found._head is None:
+        require_supported(
+            model,
+            not any(p.is_meta for p in model.parameters()),
+            "its weights are on the meta device. Load them first (model.to_empty, load_state_dict)",
+        )
+        found.look_at_pass()
+    require_supported(
+        model, found.classes > 1, "its head has one output: adaptation by entropy needs logits of two classes or more"
+    )
+    return found
+
+
+def _transformer(model: nn.Module) -> ModelView | None:
+    """Return the view of a model that is a vision transformer of a family, or that contains one; otherwise None."""
+    inside = []
+    for name, module in model.named_modules():
+        for family in families().values():
+            try:
+                found = family.view_of(module)
+            except AttributeError:
+                found = None  # a part was replaced by one that lacks something
+            if found is not None and found.blocks:
+                if module is model:
+                    return found
+                inside.append((found, name))
+    return _inside(inside[0][0], model, inside[0][1]) if len(inside) == 1 else None
+
+
+def _inside(inner: ModelView, model: nn.Module, name: str) -> ModelView:
+    """Return the view of a model that contains a vision transformer, whose tokens the model may use in its own way."""
+    blocks = [replace(block, path=f"{name}.{block.path}") for block in inner.blocks]
+    unknown = replace(inner, class_token_suffices=False, plain=frozenset(), after=(), _head=None, image_size=None)
+    return replace(unknown, model=model, blocks=blocks)

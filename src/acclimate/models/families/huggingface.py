@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..plain import TOKEN_WISE, runs_code_of
 from ..surgery import SURGERY, OpenAttention, unusual_scale
-from ..view import Block, ViT, require_supported
-from . import Family, Sizes
+from ..view import Block, ModelView
+from . import Family, Sizes, linear
 
 
 class HuggingFaceAttention(OpenAttention):
@@ -71,15 +71,14 @@ def plain() -> frozenset[type]:
     return SURGERY | TOKEN_WISE | own | found
 
 
-def view(model: Any) -> ViT | None:
+def view_of(model: Any) -> ModelView | None:
     """Return the structural view of a transformers ViT, or None for any other model."""
     # A model of this family exists only if its module was imported, so that no import is needed here.
     module = sys.modules.get("transformers.models.vit.modeling_vit")
     if module is None or not isinstance(model, module.ViTForImageClassification):
         return None
-    require_supported(
-        model, hasattr(model.vit, "layers"), "its layout is that of transformers before 5.10; upgrade transformers"
-    )
+    if not hasattr(model.vit, "layers"):
+        return None  # the layout of transformers before 5.10
     layers = model.vit.layers
 
     def blocks() -> Iterator[Block]:
@@ -88,11 +87,11 @@ def view(model: Any) -> ViT | None:
             heads = getattr(b.attention, "num_attention_heads", 0)
             yield Block(b, f"vit.layers.{i}", "attention", opens, heads, b.layernorm_before, b.layernorm_after, b.mlp)
 
-    return ViT(
+    return ModelView(
         model=model,
         family="hf",
         blocks=list(blocks()),
-        head=model.classifier,
+        _head=linear(model.classifier),
         width=model.config.hidden_size,
         tokens=model.vit.embeddings.position_embeddings.shape[1],
         channels=model.config.num_channels,
@@ -120,4 +119,4 @@ def tiny(sizes: Sizes) -> nn.Module:
     return ViTForImageClassification(config)
 
 
-FAMILY = Family("hf", "transformers", view, tiny)
+FAMILY = Family("hf", "transformers", view_of, tiny)

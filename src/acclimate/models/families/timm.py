@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..plain import TOKEN_WISE, is_hooked, runs_code_of
 from ..surgery import SURGERY, FusedAttention, unusual_scale
-from ..view import Block, ViT, require_supported
-from . import Family, Sizes
+from ..view import Block, ModelView
+from . import Family, Sizes, linear
 
 
 class TimmAttention(FusedAttention):
@@ -74,19 +74,18 @@ def plain() -> frozenset[type]:
     return SURGERY | TOKEN_WISE | {TimmAttention, VisionTransformer, Block, Attention} | found
 
 
-def view(model: Any) -> ViT | None:
-    """Return the structural view of a timm ViT, or None for any other model."""
+def view_of(model: Any) -> ModelView | None:
+    """Return the structural view of a timm ViT with a class token and one head, or None for any other model."""
     from timm.models.vision_transformer import Attention, VisionTransformer
     from timm.models.vision_transformer import Block as TimmBlock
 
     if not isinstance(model, VisionTransformer):
         return None
-    require_supported(model, model.cls_token is not None, "it has no class token, which domain conditioners are made from")
-    require_supported(model, not hasattr(model, "head_dist"), "its head reads a distillation token beside the class token")
+    if model.cls_token is None or hasattr(model, "head_dist") or not all(isinstance(b, TimmBlock) for b in model.blocks):
+        return None
 
     def blocks() -> Iterator[Block]:
         for i, b in enumerate(model.blocks):
-            require_supported(model, isinstance(b, TimmBlock), f"block {i} is a {type(b).__name__}, not a Block")
             opens = TimmAttention if runs_code_of(b.attn, frozenset({Attention})) else None
             heads = getattr(b.attn, "num_heads", 0)
             yield Block(b, f"blocks.{i}", "attn", opens, heads, b.norm1, b.norm2, b.mlp, b.ls1, b.ls2)
@@ -95,11 +94,11 @@ def view(model: Any) -> ViT | None:
     # possible only if no norm of queries or keys is between the two.
     norms = [getattr(b.attn, name, None) for b in model.blocks for name in ("q_norm", "k_norm")]
     fixed = getattr(model.patch_embed, "strict_img_size", True) and not model.dynamic_img_size
-    return ViT(
+    return ModelView(
         model=model,
         family="timm",
         blocks=list(blocks()),
-        head=model.head,
+        _head=linear(model.head),
         width=model.embed_dim,
         tokens=model.patch_embed.num_patches + model.num_prefix_tokens,
         channels=model.in_chans,
@@ -126,4 +125,4 @@ def tiny(sizes: Sizes) -> nn.Module:
     )
 
 
-FAMILY = Family("timm", "timm", view, tiny)
+FAMILY = Family("timm", "timm", view_of, tiny)

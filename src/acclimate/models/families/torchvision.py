@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ..plain import TOKEN_WISE, runs_code_of
 from ..surgery import SURGERY, FusedAttention
-from ..view import Block, ViT
-from . import Family, Sizes
+from ..view import Block, ModelView
+from . import Family, Sizes, linear
 
 
 class TorchvisionAttention(FusedAttention):
@@ -51,7 +51,7 @@ def plain() -> frozenset[type]:
     return SURGERY | TOKEN_WISE | own
 
 
-def view(model: Any) -> ViT | None:
+def view_of(model: Any) -> ModelView | None:
     """Return the structural view of a torchvision ViT, or None for any other model."""
     module = sys.modules.get("torchvision.models.vision_transformer")
     if module is None or not isinstance(model, module.VisionTransformer):
@@ -66,11 +66,11 @@ def view(model: Any) -> ViT | None:
 
     heads = model.heads  # layers, or what a user has put in their place
     conv = next((m for m in model.conv_proj.modules() if isinstance(m, nn.Conv2d)), None)
-    return ViT(
+    return ModelView(
         model=model,
         family="torchvision",
         blocks=list(blocks()),
-        head=heads[-1] if hasattr(heads, "__getitem__") else heads,
+        _head=linear(heads[-1] if hasattr(heads, "__getitem__") else heads),
         width=model.hidden_dim,
         tokens=model.seq_length,
         channels=conv.in_channels if conv is not None else 3,
@@ -97,4 +97,4 @@ def tiny(sizes: Sizes) -> nn.Module:
     )
 
 
-FAMILY = Family("torchvision", "torchvision", view, tiny)
+FAMILY = Family("torchvision", "torchvision", view_of, tiny)

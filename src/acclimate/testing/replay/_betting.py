@@ -13,7 +13,7 @@ from ...core.adapter import Adapter
 from ...core.method import Setup
 from ...core.statistics import constants, source_statistics
 from ...methods.poem import POEM
-from ...models.view import ViT
+from ...models.view import ModelView
 from . import Recording, Result, adapted_parameters, replays, run
 
 TOLERANCE = 1e-4  # of bets and losses; the recordings suggest it
@@ -30,10 +30,10 @@ def _poem(recording: Recording) -> Result:
     class Noting(POEM):
         """POEM that stores every bet."""
 
-        def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
-            adapted = super().attach(vit, setup)
+        def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
+            adapted = super().attach(view, setup)
             computed.extend(self.source_entropies)
-            self.source_entropies = constants([recorded], vit)  # whose ties our rounding may break
+            self.source_entropies = constants([recorded], view)  # whose ties our rounding may break
             return adapted
 
         def targets(self, entropies: Tensor) -> Tensor:

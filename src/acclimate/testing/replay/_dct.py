@@ -13,7 +13,7 @@ from ...core.adapter import Adapter
 from ...core.method import Setup
 from ...methods.dct import DCT, Conditioner
 from ...models.families.timm import TimmAttention
-from ...models.view import ViT
+from ...models.view import ModelView
 from . import Recording, Result, adapted_parameters, add_with_momentum, replays, run
 
 
@@ -32,8 +32,8 @@ def _dct(recording: Recording) -> Result:
     class Recorded(DCT):
         """DCT whose generators start from the recorded values."""
 
-        def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
-            adapted = super().attach(vit, setup)
+        def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
+            adapted = super().attach(view, setup)
             if len(self.generators) != recording.hyper["n_generator_blocks"]:
                 raise ValueError(f"{recording.hyper['n_generator_blocks']} generator blocks in a model of {self._depth}")
             for block, conditioner in self.generators.items():

@@ -13,7 +13,7 @@ from ...core.adapter import Adapter
 from ...core.engine import Engine
 from ...core.method import Setup
 from ...methods.moetta import Experts, MoETTA
-from ...models.view import ViT
+from ...models.view import ModelView
 from . import Recording, Result, replays, run
 
 
@@ -29,9 +29,9 @@ def _moetta(recording: Recording) -> Result:
     class Recorded(MoETTA):
         """MoETTA that starts from the recorded routers, and from the recorded experts if there are any."""
 
-        def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
-            names = [name for name, module in vit.model.named_modules() if isinstance(module, nn.LayerNorm)]
-            adapted = list(super().attach(vit, setup))
+        def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
+            names = [name for name, module in view.model.named_modules() if isinstance(module, nn.LayerNorm)]
+            adapted = list(super().attach(view, setup))
             for name, layer in zip(names[len(plain) :], self.layers):
                 assert isinstance(layer, Experts)
                 layers[name] = layer

@@ -12,7 +12,7 @@ from ...core.engine import Engine
 from ...core.method import Setup
 from ...core.statistics import source_statistics
 from ...methods.foa import FOA
-from ...models.view import ViT
+from ...models.view import ModelView
 from . import Recording, Result, replays, run
 
 
@@ -26,8 +26,8 @@ def _foa(recording: Recording) -> Result:
     costs: list[Tensor] = []
 
     class Recorded(FOA):
-        def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
-            adapted = super().attach(vit, setup)
+        def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
+            adapted = super().attach(view, setup)
             self.best.data.copy_(extra["initial_prompts"][0])
             return adapted
 

@@ -17,7 +17,7 @@ from ...methods.cotta import CoTTA
 from ...methods.memo import MEMO
 from ...methods.roid import ROID
 from ...methods.rotta import EMPTY, RoTTA
-from ...models.view import ViT
+from ...models.view import ModelView
 from . import TRACE_TOLERANCE, Recording, Result, adapted_parameters, replays, run
 
 
@@ -194,8 +194,8 @@ def _adacontrast(recording: Recording) -> Result:
     class Recorded(AdaContrast):
         """AdaContrast with the recorded views and the recorded queue to begin with."""
 
-        def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
-            adapted = super().attach(vit, setup)
+        def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
+            adapted = super().attach(view, setup)
             self.queue_features.copy_(recording.tensors["extra/queue_features"].T)
             self.queue_labels.copy_(recording.tensors["extra/queue_labels"])
             return adapted
