@@ -1,4 +1,4 @@
-"""Vision transformers that adapt to a new domain while they predict: no labels, no source data."""
+"""Image classifiers that adapt to a new domain while they predict: no labels, no source data."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ _HOME = {
     "list_methods": "core.registry",
     "register": "core.registry",
     "source_statistics": "core.statistics",
+    "zero_shot": "models.zero_shot",
 }
 _MODULES = {"bundled": "data.bundled", "errors": "errors"}
 __all__ = [*_HOME, *_MODULES, "__version__"]  # noqa: PLE0604
@@ -37,6 +38,7 @@ if TYPE_CHECKING:  # "as" tells type checkers that these names are for users
     from .core.statistics import source_statistics as source_statistics
     from .data import bundled as bundled
     from .evaluation.bench import bench as bench
+    from .models.zero_shot import zero_shot as zero_shot
     from .testing.check import check_method as check_method
 
 

@@ -17,21 +17,21 @@ from acclimate.core.engine import Engine, entropy
 from acclimate.core.microbatches import _pool
 from acclimate.core.parameters import global_norm
 from acclimate.errors import ConfigError, NonFiniteError
-from acclimate.models.families import view
+from acclimate.models.families import view_of
 from acclimate.models.view import parameters_of
-from acclimate.testing.check import tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.testing.check import tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model
 
 
 def engine_on(model, **options) -> Engine:
     model.eval().requires_grad_(False)
-    vit = view(model)
+    view = view_of(model)
     names = {p: name for name, p in model.named_parameters()}
-    parameters = parameters_of(norm for block in vit.blocks[:3] for norm in block.norms)
+    parameters = parameters_of(norm for block in view.blocks[:3] for norm in block.norms)
     for p in parameters:
         p.requires_grad_(True)
-    vit.shorten()
-    return Engine(vit, {names[p]: p for p in parameters}, rng=torch.Generator(), **options)
+    view.shorten()
+    return Engine(view, {names[p]: p for p in parameters}, rng=torch.Generator(), **options)
 
 
 def below(margin):
@@ -48,7 +48,7 @@ def gradients(engine):
 
 def whole_batch(images, margin):
     """The same, as one would write it first, on a model that nobody has touched."""
-    model = double_vit().requires_grad_(False)
+    model = double_model().requires_grad_(False)
     parameters = {
         n: p for n, p in model.named_parameters() if "norm" in n and n.startswith(("blocks.0", "blocks.1", "blocks.2"))
     }
@@ -71,7 +71,7 @@ def whole_batch(images, margin):
 )
 def test_micro_batches_equal_the_whole_batch(size, micro_batch, margin, seed):
     images = double_batches(1, size, seed)[0]
-    engine = engine_on(double_vit(), micro_batch=micro_batch)
+    engine = engine_on(double_model(), micro_batch=micro_batch)
     result = engine.gradient(images, below(margin))
     logits, keep, expected = whole_batch(images, margin)
     assert_exact(result.logits, logits)
@@ -89,8 +89,8 @@ def test_micro_batches_equal_the_whole_batch(size, micro_batch, margin, seed):
 def test_predict_equals_the_model(size, micro_batch):
     images = double_batches(1, size)[0]
     with torch.no_grad():
-        expected = double_vit()(images)
-    assert_exact(engine_on(double_vit(), micro_batch=micro_batch).predict(images), expected)
+        expected = double_model()(images)
+    assert_exact(engine_on(double_model(), micro_batch=micro_batch).predict(images), expected)
 
 
 def count_backward(engine, images, margin):
@@ -102,7 +102,7 @@ def count_backward(engine, images, margin):
         if output.requires_grad:
             output.register_hook(lambda gradient: counts.__setitem__("backward", counts["backward"] + len(gradient)))
 
-    handle = engine.vit.head.register_forward_hook(hook)
+    handle = engine.view.head.register_forward_hook(hook)
     kept = engine.gradient(images, below(margin)).used
     handle.remove()
     return counts, kept
@@ -110,20 +110,20 @@ def count_backward(engine, images, margin):
 
 def test_rejected_samples_are_not_passed_backward():
     images = tiny_batches(1, 8)[0]
-    engine = engine_on(tiny_vit(), micro_batch=1)
+    engine = engine_on(tiny_model(), micro_batch=1)
     h = [0.0, *entropy(engine.predict(images)).sort().values.tolist(), math.inf]
     for kept in (0, 1, 4, 8):
         margin = (h[kept] + h[kept + 1]) / 2
         assert count_backward(engine, images, margin) == ({"forward": 8, "backward": kept}, kept)
     # where few of a larger micro-batch are kept, these are passed again on their own
-    engine = engine_on(tiny_vit(), micro_batch=8)
+    engine = engine_on(tiny_model(), micro_batch=8)
     assert count_backward(engine, images, (h[2] + h[3]) / 2) == ({"forward": 10, "backward": 2}, 2)
 
 
 def test_no_more_than_a_micro_batch_is_passed_at_once():
     seen = []
-    engine = engine_on(tiny_vit(), micro_batch=3)
-    engine.vit.head.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    engine = engine_on(tiny_model(), micro_batch=3)
+    engine.view.head.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     engine.gradient(tiny_batches(1, 8)[0], below(math.inf))
     assert sorted(seen) == [2, 3, 3]
 
@@ -146,7 +146,7 @@ def test_samples_that_interact_are_passed_whole():
 
 @pytest.mark.numerics
 def test_perturbed_stands_at_the_radius_and_comes_back():
-    engine = engine_on(double_vit())
+    engine = engine_on(double_model())
     before = [p.detach().clone() for p in engine.adapted.tensors]
     engine.gradient(double_batches(1)[0], below(math.inf))
     gradient = [p.grad.clone() for p in engine.adapted.tensors]
@@ -164,7 +164,7 @@ def test_perturbed_stands_at_the_radius_and_comes_back():
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
-    engine = engine_on(tiny_vit())
+    engine = engine_on(tiny_model())
     with pytest.raises(NonFiniteError):
         engine.gradient(tiny_batches(1)[0], lambda z: (z.sum(1) * math.inf, torch.ones(len(z), dtype=torch.bool)))
     assert all(p.grad is None for p in engine.adapted.tensors)
@@ -173,8 +173,8 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
 @pytest.mark.numerics
 def test_classes_are_masked_before_the_softmax():
     images = double_batches(1)[0]
-    engine = engine_on(double_vit(), classes=[7, 1, 4])
-    full = engine_on(double_vit()).predict(images)
+    engine = engine_on(double_model(), classes=[7, 1, 4])
+    full = engine_on(double_model()).predict(images)
     assert_exact(engine.predict(images), full[:, [7, 1, 4]])
     assert engine.num_classes == 3
     result = engine.gradient(images, below(math.inf))
@@ -183,7 +183,7 @@ def test_classes_are_masked_before_the_softmax():
 
 @pytest.mark.numerics
 def test_drift_is_relative_to_the_source():
-    engine = engine_on(double_vit())
+    engine = engine_on(double_model())
     assert engine.adapted.drift() == 0
     with torch.no_grad():
         for p in engine.adapted.tensors:
@@ -199,13 +199,13 @@ def test_entropy_of_extreme_logits():
 @pytest.mark.parametrize("options", [{"micro_batch": 0}, {"micro_batch": 2.5}])
 def test_impossible_options_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
-        engine_on(tiny_vit(), **options)
+        engine_on(tiny_model(), **options)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_autocast_stays_close_to_float32(precision, batches):
-    exact = acclimate.adapt(tiny_vit(), "dct")
-    fast = acclimate.adapt(tiny_vit(), "dct", precision=precision)
+    exact = acclimate.adapt(tiny_model(), "dct")
+    fast = acclimate.adapt(tiny_model(), "dct", precision=precision)
     for images in batches:
         expected, logits = exact(images), fast(images)
         assert logits.dtype == torch.float32
@@ -215,7 +215,7 @@ def test_autocast_stays_close_to_float32(precision, batches):
 
 
 def test_float16_overflow_halves_the_loss_scale_and_skips(batches):
-    model = acclimate.adapt(tiny_vit(), "tent", precision="float16")
+    model = acclimate.adapt(tiny_model(), "tent", precision="float16")
     model(batches[0])
     before = {name: p.clone() for name, p in model.engine.adapted.named.items()}
     model.engine.loss_scale.fill_(2.0**120)
@@ -231,15 +231,15 @@ def test_float16_overflow_halves_the_loss_scale_and_skips(batches):
 
 
 def test_compile_gives_the_same_run(batches):
-    plain = acclimate.adapt(double_vit(), "dct")
-    compiled = acclimate.adapt(double_vit(), "dct", compile="aot_eager")
+    plain = acclimate.adapt(double_model(), "dct")
+    compiled = acclimate.adapt(double_model(), "dct", compile="aot_eager")
     for images in batches[:2]:
         assert_exact(compiled(images), plain(images))
 
 
 def test_worker_threads_leave_the_callers_settings_alone():
     threads = torch.get_num_threads()
-    engine_on(tiny_vit(), micro_batch=1).predict(tiny_batches(1)[0])
+    engine_on(tiny_model(), micro_batch=1).predict(tiny_batches(1)[0])
     assert torch.get_num_threads() == threads
     assert {_pool(threads).submit(torch.get_num_threads).result() for _ in range(4 * threads)} == {1}
     seen = []

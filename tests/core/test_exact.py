@@ -12,7 +12,7 @@ from torch import nn
 
 import acclimate
 from acclimate.core.engine import entropy
-from support import assert_exact, double_batches, double_vit
+from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 
@@ -37,7 +37,7 @@ class ExplicitAttention(nn.Module):
 
 def straightforward(conditioners, batches, margin, lr, lr_generator):
     """Whole batch, autograd on everything, two full passes per step, no step without a reliable sample."""
-    model = double_vit()
+    model = double_model()
     for i, conditioner in conditioners.items():
         model.blocks[int(i)].attn = ExplicitAttention(model.blocks[int(i)].attn, conditioner)
     adapted = {n: p for n, p in model.named_parameters() if n.startswith(("blocks.0", "blocks.1", "blocks.2"))}
@@ -84,7 +84,7 @@ def straightforward(conditioners, batches, margin, lr, lr_generator):
 def test_steps_equal_the_straightforward_form(size, micro_batch, margin, seed):
     batches = double_batches(3, size, seed)
     model = acclimate.adapt(
-        double_vit(), "dct", lr=0.01, lr_generator=0.02, margin=margin, recovery=0.0, micro_batch=micro_batch
+        double_model(), "dct", lr=0.01, lr_generator=0.02, margin=margin, recovery=0.0, micro_batch=micro_batch
     )
     conditioners = dict(model.method.generators.items())
     outputs, norms, generators = straightforward(conditioners, batches, margin, 0.01, 0.02)

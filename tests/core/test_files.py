@@ -24,7 +24,7 @@ from acclimate.core import files, statefile
 from acclimate.core.files import TEMPORARY, read_whole, replacing, write_whole
 from acclimate.errors import StateError
 from acclimate.methods.dda import unet
-from acclimate.testing.check import tiny_vit
+from acclimate.testing.check import tiny_model
 from support import child_environment
 
 SAVE_IN_A_LOOP = """
@@ -268,7 +268,7 @@ def test_what_is_not_a_file_is_refused_and_not_touched(tmp_path):
         path.symlink_to(address)
         cases = {folder: "folder", pipe: "pipe", path: "socket", link: "device", Path("/dev/null"): "device"}
         before = {case: identity(case) for case in cases}
-        adapter = acclimate.adapt(tiny_vit(), "tent")
+        adapter = acclimate.adapt(tiny_model(), "tent")
         for case, kind in cases.items():
             for use in (lambda p: write_whole(p, b"x"), adapter.save, adapter.load, read_whole, unet.read):
                 with pytest.raises(StateError, match=f"is a {kind}, not a file"):

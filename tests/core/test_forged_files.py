@@ -29,7 +29,7 @@ from acclimate.core.ranks import SingleProcess
 from acclimate.core.registry import find_method
 from acclimate.core.statistics import SourceStatistics, source_statistics
 from acclimate.errors import AcclimateError, ConfigError, StateError
-from acclimate.testing.check import Case, assert_identical, tiny_batches, tiny_vit
+from acclimate.testing.check import Case, assert_identical, tiny_batches, tiny_model
 from support import trials
 
 # How many files are forged for a method with SGD, Adam, no optimizer, source statistics, a search, and a queue.
@@ -48,7 +48,7 @@ class Saved(NamedTuple):
 
 @cache
 def saved(method: str) -> Saved:
-    case = Case(find_method(method), options={"guard": acclimate.Guard(window=8), **SHORT.get(method, {})})
+    case = Case(find_method(method), options={"guard": acclimate.Guard(patience=8), **SHORT.get(method, {})})
     adapter = case.run()
     adapter._good = adapter.state.capture()  # so that the file has all parts
     content: list[Any] = []
@@ -89,7 +89,7 @@ VALUES: list[Any] = [
         "/dev/zero",
         "inductor",
     ),
-    *([], [[]], [1, 2], [10**30], ["x"], {}, {"x": 1}, {"window": 10**13}, [0] * 1000),
+    *([], [[]], [1, 2], [10**30], ["x"], {}, {"x": 1}, {"patience": 10**13}, [0] * 1000),
 ]
 NAMES = [
     *("", "/", "x", "optimizer", "optimizer/", "optimizer/0", "optimizer/999/x", "optimizer/abc/x", "optimizer/-1/exp_avg"),
@@ -231,7 +231,7 @@ def touched(model: torch.nn.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", ["dct", "rotta", "eata"])
 def test_load_refuses_a_forged_file_and_leaves_the_model_as_it_was(method, one_thread):
-    model = tiny_vit().train()
+    model = tiny_model().train()
     weights, before, refused = {name: t.clone() for name, t in model.state_dict().items()}, touched(model), 0
 
     @settings(max_examples=trials(80), phases=[Phase.generate])
@@ -245,7 +245,7 @@ def test_load_refuses_a_forged_file_and_leaves_the_model_as_it_was(method, one_t
             tensors = dict(tensors)
             forge_tensors(tensors, draw)
         try:
-            resumed("forged", tensors, header, model, False, SingleProcess()).unwrap()
+            resumed("forged", tensors, header, model, {}, SingleProcess()).unwrap()
         except StateError:
             refused += 1
         assert touched(model) == before
@@ -278,7 +278,7 @@ CASES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], object]] = {
     "a loss scale of 0": lambda t, h: t["loss_scale"].fill_(0),
     "a negative loss scale": lambda t, h: t["loss_scale"].fill_(-1),
     "a loss scale that is NaN": lambda t, h: t["loss_scale"].fill_(float("nan")),
-    "a class that does not exist": lambda t, h: t["guard/predictions"].fill_(10**12),
+    "a level that does not exist": lambda t, h: t["guard/level"].fill_(10**12),
     "a flag of another byte": lambda t, h: t["guard/stopped"].view(torch.uint8).fill_(7),
     "a generator of zeros": lambda t, h: t["rng"].zero_(),
     "a generator of ones": lambda t, h: t["rng"].fill_(255),
@@ -290,8 +290,8 @@ CASES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], object]] = {
     "no options": lambda t, h: h.pop("options"),
     "options that are a list": lambda t, h: h.update(options=[]),
     "no guard": lambda t, h: h["options"].pop("guard"),
-    "a window that would fill the memory": lambda t, h: h["options"]["guard"].update(window=10**13),
-    "a window that is not whole": lambda t, h: h["options"]["guard"].update(window=8.5),
+    "patience that never ends": lambda t, h: h["options"]["guard"].update(patience=10**13),
+    "patience that is not whole": lambda t, h: h["options"]["guard"].update(patience=8.5),
     "a billion blocks": lambda t, h: h["config"].update(blocks=10**9),
     "more blocks than a list can count": lambda t, h: h["config"].update(blocks=10**30),
     "a huge seed": lambda t, h: h["options"].update(seed=10**30),
@@ -312,10 +312,10 @@ CASES: dict[str, Callable[[dict[str, Tensor], dict[str, Any]], object]] = {
 def test_each_lie_is_refused_by_load(change, one_thread):
     tensors, header = copy.deepcopy(saved("dct").tensors), copy.deepcopy(saved("dct").header)
     change(tensors, header)
-    model = tiny_vit()
+    model = tiny_model()
     before = touched(model)
     with pytest.raises(StateError):
-        resumed("forged", tensors, header, model, False, SingleProcess())
+        resumed("forged", tensors, header, model, {}, SingleProcess())
     assert touched(model) == before
     assert acclimate.adapt(model, "source")(tiny_batches(1)[0]).isfinite().all()
 
@@ -355,9 +355,9 @@ def test_a_method_may_keep_its_own_signs_of_no_value():
 def test_no_more_memory_is_taken_than_a_file_can_need(method, option, size):
     header = copy.deepcopy(saved(method).header)
     header["config"][option] = size
-    model, before = tiny_vit(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model, before = tiny_model(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(StateError, match="far too large"):
-        resumed("forged", saved(method).tensors, header, model, False, SingleProcess())
+        resumed("forged", saved(method).tensors, header, model, {}, SingleProcess())
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 2**18  # kilobytes
     acclimate.adapt(model, "source")
 
@@ -368,7 +368,7 @@ def test_a_file_never_makes_python_run_a_file(tmp_path):
     for name in (str(script), "mine.py"):
         with pytest.raises(StateError, match="import the module that registers the method first"):
             resumed(
-                "forged", saved("dct").tensors, {**saved("dct").header, "method": name}, tiny_vit(), False, SingleProcess()
+                "forged", saved("dct").tensors, {**saved("dct").header, "method": name}, tiny_model(), {}, SingleProcess()
             )
     assert not (tmp_path / "was run").exists()
     assert set(registry._FILES) == before
@@ -377,7 +377,7 @@ def test_a_file_never_makes_python_run_a_file(tmp_path):
 def test_the_caller_decides_whether_to_compile(tmp_path, monkeypatch):
     compiled: list[str] = []
     monkeypatch.setattr(torch, "compile", lambda function, backend: compiled.append(backend) or function)
-    adapter = acclimate.adapt(tiny_vit(), "tent", compile="eager")
+    adapter = acclimate.adapt(tiny_model(), "tent", compile="eager")
     assert compiled.pop() == "eager"
     adapter(tiny_batches(1)[0])
     adapter.save(tmp_path / "new.safetensors")
@@ -386,13 +386,13 @@ def test_the_caller_decides_whether_to_compile(tmp_path, monkeypatch):
     header["options"]["compile"] = "inductor"  # as in a file of an earlier version
     statefile.write(tmp_path / "old.safetensors", tensors, header)
     for name in ("new", "old"):
-        acclimate.load(tmp_path / f"{name}.safetensors", tiny_vit())
+        acclimate.load(tmp_path / f"{name}.safetensors", tiny_model())
         assert not compiled
-        acclimate.load(tmp_path / f"{name}.safetensors", tiny_vit(), compile="aot_eager")
+        acclimate.load(tmp_path / f"{name}.safetensors", tiny_model(), compile="aot_eager")
         assert compiled.pop() == "aot_eager"
         adapter.load(tmp_path / f"{name}.safetensors")
     with pytest.raises(ConfigError, match="compile=3"):
-        acclimate.load(tmp_path / "new.safetensors", tiny_vit(), compile=3)
+        acclimate.load(tmp_path / "new.safetensors", tiny_model(), compile=3)
 
 
 # ---- the file itself --------------------------------------------------------------------------------------------------
@@ -496,11 +496,11 @@ USERS = {"fisher": "eata", "features": "cfa", "class_tokens": "foa"}
 
 @cache
 def statistics() -> SourceStatistics:
-    return source_statistics(tiny_vit(), tiny_batches(2, seed=3), batch_size=6)
+    return source_statistics(tiny_model(), tiny_batches(2, seed=3), batch_size=6)
 
 
 def test_forged_statistics_are_refused_or_work(tmp_path, monkeypatch, one_thread):
-    honest, model, refused = statistics(), tiny_vit(), 0
+    honest, model, refused = statistics(), tiny_model(), 0
     header = {"format": 1, "statistics": honest.kinds, "model": dict(honest.model), "about": dict(honest.about)}
     before = touched(model)
 
@@ -540,7 +540,7 @@ def test_forged_statistics_are_refused_or_work(tmp_path, monkeypatch, one_thread
     ids=str,
 )
 def test_each_lie_about_the_source_is_refused(tmp_path, kind, name, lie):
-    honest, model = statistics(), tiny_vit()
+    honest, model = statistics(), tiny_model()
     SourceStatistics({**honest.tensors, name: lie}, honest.model, honest.about).save(tmp_path / "forged.safetensors")
     before = touched(model)
     with pytest.raises(StateError, match=name.partition("/")[2]):

@@ -24,8 +24,8 @@ from acclimate.core.adapter import Adapter
 from acclimate.core.registry import find_method
 from acclimate.errors import StateError
 from acclimate.models.families import Sizes
-from acclimate.testing.check import Case, assert_identical, tiny_batches, tiny_vit
-from support import trials
+from acclimate.testing.check import Case, assert_identical, tiny_batches, tiny_model
+from support import trials, vit_methods
 
 FOLDERS = (os.path.dirname(acclimate.__file__), os.path.join(os.path.dirname(torch.__file__), "optim"))
 FILES = ("contextlib.py", "grad_mode.py")
@@ -82,7 +82,7 @@ def one_thread() -> Iterator[None]:
 
 
 def small_vit() -> nn.Module:
-    return tiny_vit(sizes=Sizes(patch=16, width=16, depth=2))
+    return tiny_model(sizes=Sizes(patch=16, width=16, depth=2))
 
 
 def wrapped(name: str, **options: Any) -> Adapter:
@@ -102,7 +102,7 @@ def assert_untouched(adapter: Adapter, before: Any, source: dict[str, torch.Tens
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in adapter.modules())
 
 
-@pytest.mark.parametrize("name", acclimate.list_methods())
+@pytest.mark.parametrize("name", vit_methods())
 def test_an_interrupted_step_changes_nothing(name):
     first, images = tiny_batches(2, size=2)
     adapter, other = wrapped(name), wrapped(name)
@@ -228,7 +228,7 @@ def test_workers_stop_when_a_step_is_interrupted():
     adapter = Case(find_method("tent")).wrap(micro_batch=1)
     adapter(tiny_batches(1, size=8)[0])
     passed = adapter.engine.passes.forward
-    logits = adapter.engine.vit.logits
+    logits = adapter.engine.view.logits
     calls = []
 
     def failing(images: torch.Tensor) -> torch.Tensor:

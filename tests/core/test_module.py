@@ -14,10 +14,10 @@ from torch import nn
 
 import acclimate
 from acclimate.errors import ConfigError, ModelError, NonFiniteError, StateError
-from acclimate.testing.check import Case, assert_identical, tiny_vit
-from support import child_environment
+from acclimate.testing.check import Case, assert_identical, tiny_batches, tiny_model
+from support import child_environment, vit_methods
 
-ALL = acclimate.list_methods()
+ALL = vit_methods()
 
 
 # ---- state_dict -----------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ def test_a_state_dict_is_the_whole_state(name, batches, tmp_path):
 
 
 def test_a_state_dict_is_a_copy(batches):
-    model = acclimate.adapt(tiny_vit(), "dct")
+    model = acclimate.adapt(tiny_model(), "dct")
     state = model.state_dict()
     model(batches[0])
     model.load_state_dict(state)
@@ -51,7 +51,7 @@ def test_a_state_dict_is_a_copy(batches):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda state: tiny_vit().state_dict(), "unwrap"),
+        (lambda state: tiny_model().state_dict(), "unwrap"),
         (lambda state: {}, "unwrap"),
         (lambda state: {**state, "steps": 3}, "unwrap"),
         (lambda state: {name: t for name, t in state.items() if name != "rng"}, "rng is missing"),
@@ -60,7 +60,7 @@ def test_a_state_dict_is_a_copy(batches):
     ids=["model", "nothing", "number", "missing", "unknown"],
 )
 def test_another_state_dict_is_refused(change, message, batches):
-    model = acclimate.adapt(tiny_vit(), "dct")
+    model = acclimate.adapt(tiny_model(), "dct")
     model(batches[0])
     before = model.state.capture()
     with pytest.raises(StateError, match=message):
@@ -72,7 +72,7 @@ def test_another_state_dict_is_refused(change, message, batches):
 
 def test_a_wrapped_model_refuses_weights(batches):
     """They would be mixed with what has adapted."""
-    plain = tiny_vit()
+    plain = tiny_model()
     weights = plain.state_dict()
     model = acclimate.adapt(plain, "dct")
     model(batches[0])
@@ -86,7 +86,7 @@ def test_a_wrapped_model_refuses_weights(batches):
 
 
 def test_an_adapter_inside_a_module_writes_its_state(batches):
-    model = acclimate.adapt(tiny_vit(), "dct")
+    model = acclimate.adapt(tiny_model(), "dct")
     model(batches[0])
     state = nn.Sequential(model).state_dict()
     assert int(state["0.steps"]) == 1 and len(state) == len(model.state_dict())
@@ -94,7 +94,7 @@ def test_an_adapter_inside_a_module_writes_its_state(batches):
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_method_decides_what_learns(wanted, batches):
-    model = acclimate.adapt(tiny_vit(), "dct")
+    model = acclimate.adapt(tiny_model(), "dct")
     with pytest.raises(StateError, match=r"frozen\(\)"):
         model.requires_grad_(wanted)
     model(batches[0])
@@ -118,17 +118,17 @@ def test_a_conversion_keeps_adapter_and_fingerprint_consistent(name, dtype, batc
     model.to(dtype)
     model(batches[1])
     model.save(tmp_path / "state.safetensors")
-    other = acclimate.load(tmp_path / "state.safetensors", tiny_vit().to(dtype))
+    other = acclimate.load(tmp_path / "state.safetensors", tiny_model().to(dtype))
     assert torch.equal(model(batches[2]), other(batches[2]))
     with pytest.raises(StateError, match="another model"):
-        acclimate.load(tmp_path / "state.safetensors", tiny_vit())
-    expected = tiny_vit().to(dtype).state_dict()
+        acclimate.load(tmp_path / "state.safetensors", tiny_model())
+    expected = tiny_model().to(dtype).state_dict()
     assert_identical(dict(model.unwrap().state_dict()), dict(expected), "the unwrapped model")
 
 
 def test_a_conversion_that_cannot_work_is_refused(batches):
-    model = acclimate.adapt(tiny_vit(), "rotta", mean=0.5, std=0.5)
-    mixed = acclimate.adapt(tiny_vit(), "tent", precision="bfloat16")
+    model = acclimate.adapt(tiny_model(), "rotta", mean=0.5, std=0.5)
+    mixed = acclimate.adapt(tiny_model(), "tent", precision="bfloat16")
     for adapter, error, convert in (
         (model, ModelError, lambda: model.half()),
         (model, ModelError, lambda: model.to("meta")),
@@ -192,7 +192,7 @@ def _continue(adapter, images, queue):
 
 @pytest.mark.parametrize("name", ["dct"])
 def test_a_spawned_process_gets_a_copy(name, batches):
-    model = acclimate.adapt(tiny_vit(), name)
+    model = acclimate.adapt(tiny_model(), name)
     model(batches[0])
     before = model.state.capture()
     context = multiprocessing.get_context("spawn")
@@ -219,9 +219,9 @@ FORK = """
 import os, threading, traceback
 import torch
 import acclimate
-from acclimate.testing.check import assert_identical, tiny_batches, tiny_vit
+from acclimate.testing.check import assert_identical, tiny_batches, tiny_model
 
-model, batches = acclimate.adapt(tiny_vit(), "dct"), tiny_batches()
+model, batches = acclimate.adapt(tiny_model(), "dct"), tiny_batches()
 model(batches[0])
 before = model.state.capture()
 inside, forked = threading.Event(), threading.Event()
@@ -294,14 +294,36 @@ def test_the_callers_autocast_does_not_reach_the_backward_pass(name, batches):
     ids=repr,
 )
 def test_bad_options_are_config_errors(options):
-    model = tiny_vit()
+    model = tiny_model()
     (name,) = options
     with pytest.raises(ConfigError, match=name):
         acclimate.adapt(model, "dct", **options)
     acclimate.adapt(model, "dct")  # not marked as wrapped
 
 
-@pytest.mark.parametrize("window", [1.5, 0, -1, "8", None, True, 10**13])
-def test_a_window_is_a_whole_number(window):
-    with pytest.raises(ConfigError, match="window"):
-        acclimate.Guard(window=window)
+@pytest.mark.parametrize("patience", [1.5, 0, -1, "8", None, True, 10**13])
+def test_patience_is_a_whole_number(patience):
+    with pytest.raises(ConfigError, match="patience"):
+        acclimate.Guard(patience=patience)
+
+
+# ---- manners of transformers ------------------------------------------------------------------------------------------
+
+
+def test_images_may_be_given_as_pixel_values():
+    adapter, other = acclimate.adapt(tiny_model("hf"), "tent"), acclimate.adapt(tiny_model("hf"), "tent")
+    for images in tiny_batches(2):
+        out = adapter(pixel_values=images)
+        assert torch.equal(out.logits, other(images)) and out[0] is out.logits
+    with adapter.frozen():
+        assert adapter(**{"pixel_values": images}).logits.shape == (6, 10)
+    with pytest.raises(acclimate.errors.InputError, match="and not both"):
+        adapter(images, pixel_values=images)
+
+
+def test_configuration_and_device_are_those_of_the_model():
+    model = tiny_model("hf")
+    adapter = acclimate.adapt(model, "tent")
+    assert adapter.config is model.config and adapter.device == torch.device("cpu")
+    with pytest.raises(AttributeError, match="config"):
+        _ = acclimate.adapt(tiny_model(), "tent").config

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import acclimate
 from acclimate.core.registry import find_method
 from acclimate.testing.check import assert_identical, tiny_batches
-from support import assert_exact, child_environment, double_vit
+from support import assert_exact, child_environment, double_model
 
 pytestmark = pytest.mark.numerics
 CUTS = (4, 1, 6, 3)  # rank 0 takes so many of a batch of six, rank 1 the rest
@@ -31,7 +31,7 @@ METHODS = {
 def play(name, rank=None):
     """Logits, state and the last record of a short stream."""
     group = None if rank is None else dist.group.WORLD
-    model = acclimate.adapt(double_vit(), name, group=group, mean=0.5, std=0.5, **METHODS[name])
+    model = acclimate.adapt(double_model(), name, group=group, mean=0.5, std=0.5, **METHODS[name])
     logits = []
     for images, cut in zip(tiny_batches(), CUTS):
         logits.append(model(images if rank is None else images[cut:] if rank else images[:cut]))

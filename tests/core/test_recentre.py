@@ -11,9 +11,9 @@ from torch import nn
 import acclimate
 from acclimate.core.recentre import GROUP, WINDOW, Recentring, form_of
 from acclimate.errors import ConfigError, ModelError
-from acclimate.models.families import view
-from acclimate.testing.check import CHECKS, SIZES, Case, assert_identical, tiny_batches, tiny_vit
-from support import assert_exact, double_batches, double_vit
+from acclimate.models.families import view_of
+from acclimate.testing.check import CHECKS, SIZES, Case, assert_identical, tiny_batches, tiny_model
+from support import assert_exact, double_batches, double_model, vit_methods
 
 pytestmark = pytest.mark.numerics
 FORMS = ("mean", "class", "order")
@@ -23,9 +23,9 @@ def recentring(form, classes=10, width=8):
     """Return an empty centre for features of a given width, in float64, and the weight and bias of a head."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(classes, width, generator=generator, dtype=torch.float64)
-    vit = view(double_vit())
-    vit.head = nn.Linear(width, classes).double()
-    return Recentring(vit, classes, form), weight
+    view = view_of(double_model())
+    view._head = nn.Linear(width, classes).double()
+    return Recentring(view, classes, form), weight
 
 
 def features_of(labels, weight, shift=0.0, noise=0.3, seed=1):
@@ -116,8 +116,8 @@ def test_a_displacement_of_all_features_is_removed(form):
 
 
 def test_a_source_model_with_the_mean_form_is_neo():
-    a = acclimate.adapt(double_vit(), "source", recentre="mean")
-    b = acclimate.adapt(double_vit(), "neo")
+    a = acclimate.adapt(double_model(), "source", recentre="mean")
+    b = acclimate.adapt(double_model(), "neo")
     images = double_batches(1)[0]
     assert_exact(a(images), b(images))
     with a.frozen(), b.frozen():
@@ -126,11 +126,11 @@ def test_a_source_model_with_the_mean_form_is_neo():
 
 def test_the_loss_has_the_earlier_centre_and_the_logits_have_the_new_one():
     first, second = double_batches(2)
-    adapter = acclimate.adapt(double_vit(), "tent", recentre="mean", lr=0.01)
-    source = double_vit()
-    weight, bias = view(source).head.weight, view(source).head.bias
+    adapter = acclimate.adapt(double_model(), "tent", recentre="mean", lr=0.01)
+    source = double_model()
+    weight, bias = view_of(source).head.weight, view_of(source).head.bias
     with torch.no_grad():
-        features = view(source).features(first)[0]
+        features = view_of(source).features(first)[0]
     assert_exact(adapter(first), (features - features.mean(0)) @ weight.T + bias)
     assert adapter.record is not None
     expected = acclimate.core.engine.entropy((features - features.mean(0)) @ weight.T + bias).mean()
@@ -141,7 +141,7 @@ def test_the_loss_has_the_earlier_centre_and_the_logits_have_the_new_one():
     with torch.no_grad():
         for p, before in zip(adapter.engine.adapted.tensors, parameters):
             p.copy_(before)
-        features = adapter.engine.vit.features(second)[0]
+        features = adapter.engine.view.features(second)[0]
     assert_exact(logits, (features - new) @ weight.T + bias)
     assert_exact(adapter.record.loss, acclimate.core.engine.entropy((features - old) @ weight.T + bias).mean())
 
@@ -150,7 +150,7 @@ def test_the_loss_has_the_earlier_centre_and_the_logits_have_the_new_one():
 def test_no_pass_is_added_but_for_the_first_batch(method):
     counts = {}
     for recentre in (False, True):
-        adapter = acclimate.adapt(tiny_vit(), method, recentre=recentre, micro_batch=2)
+        adapter = acclimate.adapt(tiny_model(), method, recentre=recentre, micro_batch=2, guard=None)
         passes = []
         for images in tiny_batches(3):
             before = adapter.engine.passes.forward - adapter.engine.passes.backward
@@ -164,7 +164,7 @@ def test_no_pass_is_added_but_for_the_first_batch(method):
         assert counts[True][1] <= 2 * 6
 
 
-@pytest.mark.parametrize("method", acclimate.list_methods())
+@pytest.mark.parametrize("method", vit_methods())
 def test_every_method_moves_the_centre_and_returns_to_the_beginning(method):
     images = tiny_batches(1)[0]
     views = acclimate.core.registry.find_method(method).info.views
@@ -188,13 +188,13 @@ def test_conformance_with_recentring():
 
 def test_the_classes_of_the_target_alone_count():
     classes = [0, 2, 3]
-    adapter = acclimate.adapt(double_vit(), "source", recentre="class", classes=classes)
+    adapter = acclimate.adapt(double_model(), "source", recentre="class", classes=classes)
     images = double_batches(1)[0]
-    vit = view(double_vit())
+    view = view_of(double_model())
     with torch.no_grad():
-        features = vit.features(images)[0]
-        weight, bias = vit.head.weight[classes], vit.head.bias[classes]
-        centre = Recentring(vit, 3, "class")
+        features = view.features(images)[0]
+        weight, bias = view.head.weight[classes], view.head.bias[classes]
+        centre = Recentring(view, 3, "class")
         centre.observe(features, features @ weight.T + bias, weight)
         assert_exact(adapter(images), (features - centre.centre) @ weight.T + bias)
 
@@ -202,27 +202,27 @@ def test_the_classes_of_the_target_alone_count():
 def test_a_method_decides_by_default():
     assert form_of(None, None) is None and form_of(None, "mean") == "mean"
     assert form_of(True, None) == "order" and form_of(False, "mean") is None
-    assert acclimate.adapt(tiny_vit(), "tent").recentring is None
+    assert acclimate.adapt(tiny_model(), "tent").recentring is None
 
 
 def test_what_cannot_be_recentred_is_refused():
     with pytest.raises(ConfigError, match="recentre='median': choose True, False, \"mean\""):
-        acclimate.adapt(tiny_vit(), "tent", recentre="median")
+        acclimate.adapt(tiny_model(), "tent", recentre="median")
     with pytest.raises(ConfigError, match="leave out compile="):
-        acclimate.adapt(tiny_vit(), "tent", recentre=True, compile="eager")
+        acclimate.adapt(tiny_model(), "tent", recentre=True, compile="eager")
 
     class Curved(nn.Linear):
         def forward(self, features):
             return super().forward(features).tanh()
 
-    model = tiny_vit()
+    model = tiny_model()
     model.head = Curved(model.head.in_features, SIZES.classes)
     with pytest.raises(ModelError, match="not a linear function"):
         acclimate.adapt(model, "tent", recentre=True)
 
 
 def test_a_failed_step_leaves_the_centre_alone():
-    adapter = acclimate.adapt(tiny_vit(), "tent", recentre=True)
+    adapter = acclimate.adapt(tiny_model(), "tent", recentre=True)
     adapter(tiny_batches(1)[0])
     before = adapter.state.capture()
     with pytest.raises(acclimate.errors.InputError):

@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 import acclimate
 from acclimate.core import statefile
 from acclimate.errors import ModelError, StateError
-from acclimate.testing.check import assert_identical, tiny_vit
+from acclimate.testing.check import assert_identical, tiny_model
 from support import assert_exact
 
 
 @pytest.fixture
 def saved(tmp_path, batches):
-    model = acclimate.adapt(tiny_vit(), "dct", lr=0.01)
+    model = acclimate.adapt(tiny_model(), "dct", lr=0.01)
     for images in batches:
         model(images)
     path = tmp_path / "s.safetensors"
@@ -43,19 +43,19 @@ def test_the_header_says_what_it_is(saved):
 
 def test_the_fingerprint_is_that_of_the_source(saved):
     model, _ = saved
-    fresh = acclimate.adapt(tiny_vit(), "tent")
+    fresh = acclimate.adapt(tiny_model(), "tent")
     assert model.fingerprint() == fresh.fingerprint()
 
 
 def other_weights():
-    model = tiny_vit()
+    model = tiny_model()
     with torch.no_grad():
         model.blocks[2].attn.proj.bias[3] += 1e-3
     return model
 
 
 def other_architecture():
-    model = tiny_vit()
+    model = tiny_model()
     model.head = torch.nn.Linear(32, 12)
     return model
 
@@ -89,7 +89,7 @@ def test_a_file_of_another_model_is_refused(saved, build, message, batches):
 )
 def test_a_file_of_another_run_is_refused(saved, method, options, message, batches):
     _, path = saved
-    adapter = acclimate.adapt(tiny_vit(), method, **options)
+    adapter = acclimate.adapt(tiny_model(), method, **options)
     adapter(batches[0])
     before = adapter.state.capture()
     with pytest.raises(StateError, match=message):
@@ -99,7 +99,7 @@ def test_a_file_of_another_run_is_refused(saved, method, options, message, batch
 
 def test_an_adapter_continues_from_its_own_file(saved, batches):
     model, path = saved
-    other = acclimate.adapt(tiny_vit(), "dct", lr=0.01)
+    other = acclimate.adapt(tiny_model(), "dct", lr=0.01)
     other.load(path)
     assert torch.equal(other(batches[0]), model(batches[0]))
 
@@ -130,7 +130,7 @@ def rewritten(path, change):
 )
 def test_another_version_or_method_is_refused(saved, change, message):
     _, path = saved
-    fresh = tiny_vit()
+    fresh = tiny_model()
     with pytest.raises(StateError, match=message):
         acclimate.load(rewritten(path, change), fresh)
     acclimate.adapt(fresh, "tent")  # was left unwrapped
@@ -141,7 +141,7 @@ def test_missing_tensors_are_refused(saved):
     tensors, header = statefile.read(path)
     del tensors["model/blocks.0.norm1.weight"]
     statefile.write(path, tensors, header)
-    fresh = tiny_vit()
+    fresh = tiny_model()
     with pytest.raises(StateError, match=r"blocks\.0\.norm1\.weight is missing"):
         acclimate.load(path, fresh)
     acclimate.adapt(fresh, "tent")
@@ -158,7 +158,7 @@ def test_something_else_is_refused(tmp_path):
         (tmp_path / "gone", "does not exist"),
     ):
         with pytest.raises(StateError, match=message):
-            acclimate.load(path, tiny_vit())
+            acclimate.load(path, tiny_model())
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -242,7 +242,7 @@ def test_tensors_that_do_not_fit_are_refused_whole(saved, change, message):
     with pytest.raises(StateError, match=message):
         model.load(path)
     assert_identical(model.state.capture(), before, "after a refused file")
-    fresh = tiny_vit()
+    fresh = tiny_model()
     with pytest.raises(StateError, match=message):
         acclimate.load(path, fresh)
     acclimate.adapt(fresh, "tent")
@@ -251,13 +251,13 @@ def test_tensors_that_do_not_fit_are_refused_whole(saved, change, message):
 def test_an_unknown_guard_option_is_refused(saved):
     _, path = saved
     with pytest.raises(StateError, match="not known here"):
-        acclimate.load(rewritten(path, lambda h: h["options"]["guard"].update(magic=1)), tiny_vit())
+        acclimate.load(rewritten(path, lambda h: h["options"]["guard"].update(magic=1)), tiny_model())
 
 
 @pytest.mark.numerics
 def test_the_cost_options_may_differ(saved, batches):
     model, path = saved
-    other = acclimate.adapt(tiny_vit(), "dct", lr=0.01, micro_batch=3)
+    other = acclimate.adapt(tiny_model(), "dct", lr=0.01, micro_batch=3)
     other.load(path)
     assert_exact(other.double()(batches[0]), model.double()(batches[0]))
 
@@ -270,12 +270,12 @@ def test_the_file_is_as_readable_as_any_other(saved, tmp_path):
 
 def test_frozen_random_generators_travel_with_the_file(tmp_path, batches):
     """Whatever this library version would draw from the seed, the file says what they were."""
-    model = acclimate.adapt(tiny_vit(), "dct")
+    model = acclimate.adapt(tiny_model(), "dct")
     model(batches[0])
     with torch.no_grad():
         model.method.generators["1"].weights["q"].fill_(7)
     model.save(tmp_path / "q.safetensors")
-    loaded = acclimate.load(tmp_path / "q.safetensors", tiny_vit())
+    loaded = acclimate.load(tmp_path / "q.safetensors", tiny_model())
     assert (loaded.method.generators["1"].weights["q"] == 7).all()
 
 
@@ -294,4 +294,4 @@ def test_the_file_is_plain_safetensors(saved):
 def test_another_file_of_ours_is_refused(tmp_path):
     statefile.write(tmp_path / "source.safetensors", {"head": torch.zeros(2)}, {"kind": "source model"})
     with pytest.raises(StateError, match="not the state of an adapter"):
-        acclimate.load(tmp_path / "source.safetensors", tiny_vit())
+        acclimate.load(tmp_path / "source.safetensors", tiny_model())

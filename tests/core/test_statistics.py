@@ -16,9 +16,9 @@ from acclimate.core.registry import find_method
 from acclimate.core.statistics import SourceStatistics, source_statistics
 from acclimate.data import bundled
 from acclimate.errors import ConfigError, InputError, ModelError, StateError
-from acclimate.models.families import view
-from acclimate.testing.check import tiny_batches, tiny_vit
-from support import assert_exact, double_vit
+from acclimate.models.families import view_of
+from acclimate.testing.check import tiny_batches, tiny_model
+from support import assert_exact, double_model
 
 IMAGES = torch.cat(tiny_batches(2, size=7, seed=3))
 DOUBLE = IMAGES.double()
@@ -26,17 +26,17 @@ DOUBLE = IMAGES.double()
 
 @pytest.fixture(scope="module")
 def statistics():
-    return source_statistics(tiny_vit(), IMAGES, batch_size=5)
+    return source_statistics(tiny_model(), IMAGES, batch_size=5)
 
 
 @pytest.fixture(scope="module")
 def exact():
-    return source_statistics(double_vit(), IMAGES, batch_size=5)
+    return source_statistics(double_model(), IMAGES, batch_size=5)
 
 
 @pytest.mark.numerics
 def test_fisher_is_the_mean_of_squared_gradients_of_batch_means(exact):
-    model = double_vit()
+    model = double_model()
     norms = {name: p for name, p in model.named_parameters() if "norm" in name}
     expected = {name: torch.zeros_like(p) for name, p in norms.items()}
     for batch in DOUBLE.split(5):
@@ -51,7 +51,7 @@ def test_fisher_is_the_mean_of_squared_gradients_of_batch_means(exact):
 
 @pytest.mark.numerics
 def test_moments_and_class_means_of_squashed_features():
-    model = double_vit()
+    model = double_model()
     labels = torch.arange(14) % 3
     found = source_statistics(model, IMAGES, labels=labels, kinds=["features"], batch_size=4).of("features")
     with torch.no_grad():
@@ -68,14 +68,14 @@ def test_moments_and_class_means_of_squashed_features():
 
 @pytest.mark.numerics
 def test_class_tokens_are_those_of_the_next_norm(family):
-    model = double_vit(family)
+    model = double_model(family)
     found = source_statistics(model, IMAGES, kinds=["class_tokens"], batch_size=5).of("class_tokens")
-    vit = view(model)
+    view = view_of(model)
     entered = []
-    hooks = [b.module.register_forward_pre_hook(lambda m, args: entered.append(args[0][:, 0])) for b in vit.blocks]
+    hooks = [b.module.register_forward_pre_hook(lambda m, args: entered.append(args[0][:, 0])) for b in view.blocks]
     with torch.no_grad():
-        last, _ = vit.features(DOUBLE)
-        tokens = torch.cat([*(block.norm1(x) for block, x in zip(vit.blocks[1:], entered[1:])), last], dim=1)
+        last, _ = view.features(DOUBLE)
+        tokens = torch.cat([*(block.norm1(x) for block, x in zip(view.blocks[1:], entered[1:])), last], dim=1)
     for hook in hooks:
         hook.remove()
     assert_exact(found["mean"], tokens.mean(0))
@@ -88,14 +88,14 @@ def test_class_tokens_are_those_of_the_next_norm(family):
 def test_a_loader_is_grouped_anew_and_cut(exact):
     """Whatever its batches, with or without labels, and whatever else its tuples hold."""
     loader = [(IMAGES[:3], torch.zeros(3, dtype=torch.int64), "more"), IMAGES[3:], IMAGES]
-    again = source_statistics(double_vit(), loader, batch_size=5, samples=14)
+    again = source_statistics(double_model(), loader, batch_size=5, samples=14)
     assert again.about == exact.about == {"samples": 14, "batch_size": 5, "labels": "predicted"}
     for name, tensor in exact.tensors.items():
         assert_exact(again.tensors[name], tensor, name)
 
 
 def test_the_model_is_left_as_it_was(family):
-    model = tiny_vit(family).train()
+    model = tiny_model(family).train()
     next(iter(model.parameters())).requires_grad_(False)
     before = {name: t.clone() for name, t in model.state_dict().items()}
     flags = [p.requires_grad for p in model.parameters()], [m.training for m in model.modules()]
@@ -115,7 +115,7 @@ def test_a_file_comes_back(tmp_path, statistics):
 
 def test_statistics_of_another_model_are_refused(tmp_path, statistics):
     statistics.save(tmp_path / "s.safetensors")
-    other = tiny_vit()
+    other = tiny_model()
     with torch.no_grad():
         other.head.bias.add_(1)
     before = other.head.bias.clone()
@@ -126,33 +126,33 @@ def test_statistics_of_another_model_are_refused(tmp_path, statistics):
 
 
 def test_other_files_are_refused(tmp_path, batches, statistics):
-    adapter = acclimate.adapt(tiny_vit(), "tent")
+    adapter = acclimate.adapt(tiny_model(), "tent")
     adapter(batches[0])
     adapter.save(tmp_path / "state.safetensors")
     save_file({"x": torch.zeros(1)}, tmp_path / "plain.safetensors")
     for name, message in (("state", "does not hold source statistics"), ("plain", "not a state file"), ("gone", "exist")):
         with pytest.raises(StateError, match=message):
-            acclimate.adapt(tiny_vit(), "eata", source_statistics=str(tmp_path / f"{name}.safetensors"))
+            acclimate.adapt(tiny_model(), "eata", source_statistics=str(tmp_path / f"{name}.safetensors"))
     statistics.save(tmp_path / "s.safetensors")
     with pytest.raises(StateError, match="not the state of an adapter"):
-        acclimate.load(tmp_path / "s.safetensors", tiny_vit())
+        acclimate.load(tmp_path / "s.safetensors", tiny_model())
 
 
 def test_a_method_without_its_statistics_says_how_to_get_them():
     with pytest.raises(ConfigError, match=r"eata needs .*source_statistics\(.*acclimate source-statistics --model"):
-        acclimate.adapt(tiny_vit(), "eata")
-    features = source_statistics(tiny_vit(), IMAGES, kinds=["features"])
+        acclimate.adapt(tiny_model(), "eata")
+    features = source_statistics(tiny_model(), IMAGES, kinds=["features"])
     with pytest.raises(ConfigError, match=r"eata needs .*\(fisher\); source_statistics= has features, not fisher"):
-        acclimate.adapt(tiny_vit(), "eata", source_statistics=features)
+        acclimate.adapt(tiny_model(), "eata", source_statistics=features)
 
 
 def test_a_state_file_is_enough_to_go_on(tmp_path, batches, statistics):
-    adapter = acclimate.adapt(tiny_vit(), "eata", source_statistics=statistics, margin=5.0, redundancy=2.0)
+    adapter = acclimate.adapt(tiny_model(), "eata", source_statistics=statistics, margin=5.0, redundancy=2.0)
     for images in batches:
         adapter(images)
     adapter.save(tmp_path / "state.safetensors")
     assert statefile.read(tmp_path / "state.safetensors")[1]["source"] == statistics.about
-    loaded = acclimate.load(tmp_path / "state.safetensors", tiny_vit())
+    loaded = acclimate.load(tmp_path / "state.safetensors", tiny_model())
     assert all(torch.equal(a, b) and a.any() for a, b in zip(loaded.method.fisher, adapter.method.fisher))
     loaded.reset()
     assert all(torch.equal(a, b) for a, b in zip(loaded.method.fisher, adapter.method.fisher))
@@ -161,23 +161,23 @@ def test_a_state_file_is_enough_to_go_on(tmp_path, batches, statistics):
 
 
 def test_methods_that_need_no_statistics_leave_them_alone(statistics):
-    assert acclimate.adapt(tiny_vit(), "tent", source_statistics=statistics).method.info.needs == ()
+    assert acclimate.adapt(tiny_model(), "tent", source_statistics=statistics).method.info.needs == ()
 
 
 def test_bad_input_is_refused():
     with pytest.raises(InputError, match="no source images"):
-        source_statistics(tiny_vit(), [])
+        source_statistics(tiny_model(), [])
     with pytest.raises(InputError, match="NaN"):
-        source_statistics(tiny_vit(), torch.full((2, 3, 32, 32), torch.nan))
+        source_statistics(tiny_model(), torch.full((2, 3, 32, 32), torch.nan))
     for labels in (torch.full((14,), 10), torch.zeros(3, dtype=torch.int64), torch.zeros(14)):
         with pytest.raises(InputError, match="from 0 to 9"):
-            source_statistics(tiny_vit(), IMAGES, labels=labels)
+            source_statistics(tiny_model(), IMAGES, labels=labels)
     with pytest.raises(ConfigError, match="loader"):
-        source_statistics(tiny_vit(), [IMAGES], labels=torch.zeros(14, dtype=torch.int64))
+        source_statistics(tiny_model(), [IMAGES], labels=torch.zeros(14, dtype=torch.int64))
     for options in ({"samples": 0}, {"batch_size": 1.5}, {"kinds": ["fischer"]}, {"kinds": []}):
         with pytest.raises(ConfigError, match=next(iter(options))):
-            source_statistics(tiny_vit(), IMAGES, **options)
-    adapter = acclimate.adapt(tiny_vit(), "tent")
+            source_statistics(tiny_model(), IMAGES, **options)
+    adapter = acclimate.adapt(tiny_model(), "tent")
     for model in (adapter, adapter.model):
         with pytest.raises(ModelError, match="before adapt"):
             source_statistics(model, IMAGES)
@@ -269,3 +269,14 @@ def test_the_paper_leaves_out_what_has_no_statistics(monkeypatch, tmp_path):
     ]
     with_dda = [["source", ("dda", how)] for how in ({"denoiser": "file.pt"}, {"generated": folder})]
     assert asked == [["source"], ["source", "eata"], ["source", "eata", "dept-g"], *with_dda, small]
+
+
+def test_kinds_are_those_that_suit_the_model():
+    model = tiny_model("resnet")
+    found = acclimate.source_statistics(model, tiny_batches(1))
+    assert found.kinds == ["fisher", "features", "logits"]
+    assert not any(p.grad is not None for p in model.parameters())
+    with pytest.raises(ModelError, match="'class_tokens' statistics need the blocks of a vision transformer"):
+        acclimate.source_statistics(model, tiny_batches(1), kinds=["class_tokens"])
+    plain = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, 10))
+    assert acclimate.source_statistics(plain, tiny_batches(1)).kinds == ["features", "logits"]

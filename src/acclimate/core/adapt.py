@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, StateError
-from ..models.families import view
+from ..models.families import view_of
 from ..models.fingerprint import fingerprint
 from . import statefile
 from .adapter import Adapter, check_model
@@ -43,19 +43,24 @@ def adapt(
     std: float | Sequence[float] | None = None,
     source_statistics: SourceStatistics | str | PathLike[str] | None = None,
     recentre: bool | str | None = None,
+    reply: str = "last",
+    budget: str | float | None = None,
     group: ProcessGroup | None = None,
     **options: Any,
 ) -> Adapter:
-    """Wrap a vision transformer so that it adapts while it predicts.
+    """Wrap an image classifier so that it adapts while it predicts.
 
     Args:
-        model: A timm `VisionTransformer`, transformers `ViTForImageClassification` or torchvision `VisionTransformer`.
+        model: Any module that takes images and returns logits. The method says which parts the model must have. A module of
+            `torch.compile`, or a data-parallel one, adapts as the module inside of it, which is not compiled then
+            (`compile=` compiles it).
         method: Name of a method (`acclimate.list_methods()` lists them), or a class.
         classes: Indices of the head's classes that exist in the target domain (or a boolean mask over them). The others are
             dropped before any softmax, and the logits have one column for each of these.
         predict: Whether the logits of a batch come from "before" its update, as in the papers' code, or from "after" it,
             which costs one more pass.
-        guard: The guard that watches for collapse. None turns it off.
+        guard: The guard, which compares the model with the unadapted one, and undoes harm. None turns it off. By default it
+            is on, but off with `reference=True`, because the authors' code has no guard.
         micro_batch: Samples per pass; by default 32, on a CPU 2 for ViT-B and more for smaller models. It changes the
             cost, and the result by rounding only.
         precision: "float32", or autocast to "bfloat16" or "float16".
@@ -72,6 +77,13 @@ def adapt(
             features if the order of the stream is random, and otherwise corrects it for the classes of the stream. The
             other forms are "mean" (as NEO) and "class" (always corrected). The head must be linear. By default the method
             decides; most do not recentre.
+        reply: When a call returns: "last", at the end of its step, or "first", as soon as its logits are known. For most
+            methods that is after one forward pass. The rest of the step then runs in a thread of the adapter, and the next
+            call waits for it. The results are the same, bit for bit. An error of the rest is raised by the next call.
+            `close` waits, and ends the thread. Hooks on the model are called in that thread.
+        budget: The batches that are learned from with reply="first"; by default all of them. The others are only predicted,
+            and `skipped` counts them. "realtime" skips the step of a call that had to wait for the step before it, and
+            "20ms" that of a call that waited for more than 20 milliseconds. A number up to 1 is a share of the batches.
         group: A `torch.distributed` process group whose ranks adapt to one stream together. Every rank wraps an equal model,
             passes its share of each batch, which may be empty, and gets the logits of that share. The update is that of the
             whole batch, and the same on all ranks. Without a group, the ranks that torchrun starts share nothing, and each
@@ -94,8 +106,11 @@ def adapt(
     ranks = _ranks(group, model)
     with ranks.together():
         statistics = None if source_statistics is None else SourceStatistics.opened(source_statistics)
-        shared = Options(classes, predict, guard, micro_batch, precision, compile, seed, mean, std, recentre)
-        return Adapter(model, create_method(method, options), shared, statistics=statistics, ranks=ranks)
+        created = create_method(method, options)
+        if guard == "default" and getattr(created, "reference", False):
+            guard = None  # the authors' code has none
+        shared = Options(classes, predict, guard, micro_batch, precision, compile, seed, mean, std, recentre, reply, budget)
+        return Adapter(model, created, shared, statistics=statistics, ranks=ranks)
 
 
 def _ranks(group: ProcessGroup | None, model: nn.Module) -> SingleProcess:
@@ -104,20 +119,28 @@ def _ranks(group: ProcessGroup | None, model: nn.Module) -> SingleProcess:
 
 @torch.inference_mode(False)
 def load(
-    path: str | PathLike[str], model: nn.Module, *, compile: bool | str = False, group: ProcessGroup | None = None
+    path: str | PathLike[str],
+    model: nn.Module,
+    *,
+    compile: bool | str = False,
+    reply: str = "last",
+    budget: str | float | None = None,
+    group: ProcessGroup | None = None,
 ) -> Adapter:
     """Wrap a fresh copy of the source model and continue from a state file as if the run had never stopped.
 
-    Method, options and random state come from the file, except for `compile`. If the file is damaged, or belongs to another
-    model, or holds what no run could have saved, a `StateError` is raised and `model` is not changed. A file runs no code:
-    the method has to be known already, built in or registered. A file does not depend on how many ranks wrote it. If a
-    process `group` is given, all its ranks load the same file and continue together; otherwise this process continues alone.
+    Method, options and random state come from the file, except for `compile`, `reply` and `budget`. If the file is damaged,
+    or belongs to another model, or holds what no run could have saved, a `StateError` is raised and `model` is not changed.
+    A file runs no code: the method has to be known already, built in or registered. A file does not depend on how many ranks
+    wrote it. If a process `group` is given, all its ranks load the same file and continue together; otherwise this process
+    continues alone.
     """
-    Options(compile=compile)  # refuses a wrong value as that of the caller, before one of the file
+    own = {"compile": compile, "reply": reply, "budget": budget}
+    Options(**own)  # type: ignore[arg-type]  # refuses a wrong value as that of the caller, before one of the file
     ranks = _ranks(group, model)
     with ranks.together():
         require_unwrapped(model, "use its adapter's load(), or pass the plain source model.")
-        adapter = resumed(path, *statefile.read(path), model, compile, ranks)
+        adapter = resumed(path, *statefile.read(path), model, own, ranks)
         try:
             ranks.finish_load()
         except BaseException:
@@ -131,13 +154,16 @@ def resumed(
     tensors: Mapping[str, Tensor],
     header: Mapping[str, Any],
     model: nn.Module,
-    compile: bool | str,
+    own: Mapping[str, Any],
     ranks: SingleProcess,
 ) -> Adapter:
-    """Wrap a model, and continue from a state file that was already read. `path` is used in error messages."""
-    vit = view(model)
-    mine = fingerprint(vit, model.state_dict())
-    check_model(path, header, model, mine)
+    """Wrap a model, and continue from a state file that was already read.
+
+    `path` is used in error messages, and `own` contains the options that a file does not decide.
+    """
+    view = view_of(model)
+    mine = fingerprint(view, view.model.state_dict())
+    check_model(path, header, view.model, mine)
     require_parts(path, header, method=str, config=dict, options=dict)
     source = header.get("source") or {}
     require_parts(path, {"source": source}, source=dict)
@@ -151,10 +177,10 @@ def resumed(
     try:
         with AllocationLimit(what, [*tensors.values(), *model.parameters()]):
             method = create_method(kind, header["config"])
-            options = Options.from_header(header["options"], compile=compile)
+            options = Options.from_header(header["options"], **own)
             # the file contains the constants that the method took from the source statistics
             needs = method.info.needs
-            known = empty_statistics(needs, vit, {"class": "", **mine}, source) if needs else None
+            known = empty_statistics(needs, view, {"class": "", **mine}, source) if needs else None
             adapter = Adapter(model, method, options, statistics=known, ranks=ranks)
     except Exception as error:  # options that nobody has tried may raise anything
         if isinstance(error, StateError) or getattr(error, "agreed", False):

@@ -6,12 +6,13 @@ import json
 import os
 import threading
 import time
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from os import PathLike
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -28,12 +29,14 @@ from ..models.normalisation import model_normalisation, unknown_normalisation
 from ..models.view import layer_without_gradient, require_gradient, require_supported
 from . import statefile
 from .digests import digest_bytes
-from .engine import Engine, columns_of, entropy, require_finite
-from .method import Method, Setup, Step
+from .engine import Engine, Unadapted, columns_of, entropy, require_finite
+from .guard import Harm
+from .method import Info, Method, Setup, Step
 from .options import COST_ONLY, Options
 from .ranks import Ranks, SingleProcess
 from .recentre import Recentring, form_of
-from .registry import is_registered
+from .registry import is_registered, require_parts_of_model
+from .reply import Behind, Budget, Reply
 from .state import Snapshot, State
 from .statecheck import require_model_parts, require_parts
 from .statistics import SourceStatistics, require_statistics
@@ -54,8 +57,16 @@ class Record:
     loss: float | None
     recovery: float | None  # moving average that triggers a recovery by the method itself
     drift: float  # distance from the source parameters, divided by their norm
-    event: str | None  # "recovered", "skipped: ...", "rolled back: ...", "frozen: ..."
+    event: str | None  # "recovered", "skipped: ...", "slower: ...", "rolled back: ...", "resting: ...", "frozen: ..."
     milliseconds: float
+    estimated_accuracy: float | None = None  # of the adapted model, from 0 to 1, without labels
+    harm: Harm | None = None  # estimated accuracy of the unadapted model minus that of the adapted one
+
+
+class Output(NamedTuple):
+    """What a call with `pixel_values=` returns."""
+
+    logits: Tensor
 
 
 class Before(NamedTuple):
@@ -96,7 +107,8 @@ def all_or_nothing(call: Callable[Concatenate[Adapter, P], T]) -> Callable[Conca
         try:
             with self._alone():
                 change = self._change
-                before = Before(self.state.capture(), self.record, self._last, self._good)
+                tensors, self._ahead = self._ahead or self.state.capture(), None
+                before = Before(tensors, self._record, self._last, self._good)
                 change.latest = id(before)
                 change.before = before
                 change.running = True
@@ -144,10 +156,12 @@ class Adapter(nn.Module):
         wrapped = self._wrapped = WrappedModel(model)
         try:
             self.engine = self._attached(method, options, statistics, ranks or SingleProcess())
-            self.model = model
+            self.model = wrapped.model
             self.method = method
             self.guard = options.new_guard()
-            self.record: Record | None = None
+            if self.guard is not None:
+                self.guard.attach(self.engine.view, self.engine.num_classes)
+            self._record: Record | None = None
             self.recentring = self.engine.recentring
             self._options = options.header(self.engine.classes, None if self.recentring is None else self.recentring.form)
             self._lock = threading.RLock()
@@ -155,7 +169,12 @@ class Adapter(nn.Module):
             self._stage = "wrapped"  # then "unwrapping" and "unwrapped"
             adapted = self.engine.adapted.tensors
             self._after = options.predict == "after" and bool(adapted) and not method.info.predicts_after
+            self._early = method.info.replies_first and not self._after
+            self._behind = self._started_behind(options, ranks)
+            self._budget = Budget(options.budget)
+            self._ahead: Snapshot | None = None  # of the state as it is, so that the next step need not copy it first
             self._learns = bool(adapted) or any(True for _ in method.buffers()) or self.recentring is not None
+            self._is_watched = self.guard is not None and (self._learns or method.info.adapts != Info.adapts)
             self.state = State(self.engine, method, self.guard)
             self._last: Snapshot | None = None  # of the user, for `rollback`
             self._good: Snapshot | None = None  # of the guard, from before any collapse
@@ -172,34 +191,38 @@ class Adapter(nn.Module):
         self, method: Method, options: Options, statistics: SourceStatistics | None, ranks: SingleProcess
     ) -> Engine:
         """Attach the method to the model, and return the engine that runs the model."""
-        model, vit = self._wrapped.model, self._wrapped.vit
+        model, view = self._wrapped.model, self._wrapped.view
+        form = form_of(options.recentre, method.info.recentre)
+        require_parts_of_model(method, view, method.info.requires)
+        require_parts_of_model(method, view, () if form is None else ("features",), what="recentre")
         if method.info.passes[1]:
             require_gradient(layer_without_gradient(model))
-        known = model_normalisation(vit, options.mean, options.std)
+        known = model_normalisation(view, options.mean, options.std)
         if method.info.augments and known is None:
             raise unknown_normalisation(type(model).__name__)
         self._fingerprint: dict[str, str] | None = None
         self._source_about: Mapping[str, Any] | None = None
         needs = method.info.needs
         if needs:
-            self._fingerprint = fingerprint(vit, self._wrapped.weights)
+            self._fingerprint = fingerprint(view, self._wrapped.weights)
             name = method.name or type(method).__name__
             statistics = require_statistics(statistics, name, needs, model, self._fingerprint)
             self._source_about = statistics.about
-        self._require_type(vit.dtype, method, options.precision)
+        self._require_type(view.dtype, method, options.precision)
         rng = torch.Generator().manual_seed(options.seed)
-        classes = columns_of(options.classes, vit.classes)
-        adapted = list(method.attach(vit, Setup(rng, statistics if needs else None, classes)))
-        form = form_of(options.recentre, method.info.recentre)
+        classes = columns_of(options.classes, view.classes)
+        if method.info.batch_statistics:
+            view.use_batch_statistics()
+        adapted = list(method.attach(view, Setup(rng, statistics if needs else None, classes)))
         if form is not None and options.compile:
             raise ConfigError("recentre reads the features of every pass, which a compiled model hides: leave out compile=.")
         if form is not None:
-            vit.require_logits_of_head()
-            vit.head_weight()  # raises an error if there is none
-        vit.shorten()
+            view.require_logits_of_head()
+            view.head_weight()  # raises an error if there is none
+        view.shorten()
         names = self._wrapped.names(method)
         return Engine(
-            vit,
+            view,
             {names[id(p)]: p for p in adapted},
             classes=classes,
             micro_batch=options.micro_batch,
@@ -208,7 +231,7 @@ class Adapter(nn.Module):
             normalisation=known,
             rng=rng,
             ranks=ranks,
-            recentring=None if form is None else Recentring(vit, len(classes or range(vit.classes)), form),
+            recentring=None if form is None else Recentring(view, len(classes or range(view.classes)), form),
         )
 
     def _require_type(self, dtype: torch.dtype, method: Method, precision: str) -> None:
@@ -226,11 +249,22 @@ class Adapter(nn.Module):
                 f"mix with {precision}. Leave out precision=, or convert the model with model.float()."
             )
 
+    def _started_behind(self, options: Options, ranks: SingleProcess | None) -> Behind | None:
+        """Return what runs steps behind their replies, if the options ask for it."""
+        if options.reply == "last":
+            return None
+        if ranks is not None and ranks.shared:
+            raise ConfigError('reply="first": ranks that share a batch have to finish their steps together.')
+        if not self._early and self.method.info.passes != (1, 0):
+            whose = 'predict="after"' if self._after else type(self.method).__name__
+            warnings.warn(f'reply="first": the logits of {whose} are known at the end of a step only.', stacklevel=5)
+        return Behind()
+
     def _require_equal(self, ranks: Ranks) -> None:
         """Refuse ranks that would compute different results from the same batches."""
         options = {name: value for name, value in self._options.items() if name not in COST_ONLY}
         run = json.dumps([type(self.method).__qualname__, self.method.config, options], sort_keys=True, default=repr)
-        begin = fingerprint(self.engine.vit, {**self.state.initial, **self.state.constants()})["weights"]
+        begin = fingerprint(self.engine.view, {**self.state.initial, **self.state.constants()})["weights"]
         digests = {**self.fingerprint(), "run": digest_bytes(run.encode()), "begin": begin}
         for what, others in ranks.differing(digests).items():
             who = f"Rank {', '.join(map(str, others))}"
@@ -247,17 +281,39 @@ class Adapter(nn.Module):
     @property
     def steps(self) -> Tensor:
         """The number of batches that the model has adapted to."""
+        self._wait()
         return self.state.steps
+
+    @property
+    def record(self) -> Record | None:
+        """The record of the last step, or None before the first."""
+        self._wait()
+        return self._record
+
+    @record.setter
+    def record(self, record: Record | None) -> None:
+        self._record = record
+
+    @property
+    def skipped(self) -> int:
+        """The number of batches that the budget has left out. They were predicted, but not learned from."""
+        return self._budget.skipped
+
+    def _wait(self) -> float:
+        """Wait for the step that runs behind a reply, and return for how many seconds."""
+        return 0.0 if self._behind is None else self._behind.wait(self._lock)
 
     @contextmanager
     def _alone(self, stage: str = "wrapped") -> Iterator[None]:
         """Let one thread at a time into the block, without the caller's inference mode and autocast."""
-        device = self.engine.vit.device.type
+        device = self.engine.view.device.type
         with self._lock, torch.inference_mode(False), torch.autocast(device, enabled=False):
             if self._stage == "unwrapped":
                 raise StateError("This adapter was unwrapped; wrap the model again with acclimate.adapt().")
             if self._stage == "unwrapping" and stage != "unwrapping":
                 raise StateError("unwrap() was interrupted: call it again.")
+            if self._behind is not None:
+                self._behind.raise_error()
             if not self._change.running:
                 self._recover()
             yield
@@ -275,10 +331,35 @@ class Adapter(nn.Module):
         if before is None:
             self.engine.adapted.use_own()  # an interrupted prediction changes nothing else
             return
+        self._ahead = None
         self.engine.tidy()
         self.state.apply(before.tensors)
         self.record, self._last, self._good = before.record, before.last, before.good
         self._change.before = None
+
+    # ---- as a model of transformers ---------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, pixel_values: Tensor | None = None, **kwargs: Any) -> Any:
+        """Return the logits of a batch.
+
+        If images are given as `pixel_values=`, in the way of transformers, return an object with `.logits`:
+        `adapter(**processor(images, return_tensors="pt")).logits`.
+        """
+        if pixel_values is None:
+            return super().__call__(*args, **kwargs)
+        if args:
+            raise InputError("Give images as pixel_values=, or without a name, and not both.")
+        return Output(super().__call__(pixel_values, **kwargs))
+
+    @property
+    def config(self) -> Any:
+        """The configuration of a model of transformers. Other models have none."""
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the model."""
+        return self.engine.view.device
 
     # ---- predict and adapt ------------------------------------------------------------------------------------
 
@@ -287,10 +368,36 @@ class Adapter(nn.Module):
 
         Whatever is raised, the adapter then has the state from before the call.
         """
-        if id(self) not in _FROZEN.get():
+        if id(self) in _FROZEN.get():
+            with self._alone():
+                return self.method.predict(self._checked(images), self.engine)
+        behind = self._behind
+        if behind is None or behind.is_this_thread():
             return self._adapt(images)
+        reason = self._budget.refusal(self._wait())
+        if reason is not None:
+            return self._skip(images, reason)
+        if isinstance(images, Tensor):
+            with torch.inference_mode(False):
+                images = images.clone()  # the caller may use the memory of its own for the next batch
+        return behind.call(lambda reply: self._adapt(images, reply), self._lock, self._early)
+
+    def _skip(self, images: Tensor, reason: str) -> Tensor:
+        """Predict a batch that the budget leaves out, and note this in the record."""
+        start = time.perf_counter()
         with self._alone():
-            return self.method.predict(self._checked(images), self.engine)
+            logits = self.method.predict(self._checked(images), self.engine)
+            if self._record is not None:
+                self.record = replace(
+                    self._record,
+                    samples=len(images),
+                    entropy=float(entropy(logits).mean()),
+                    used=0,
+                    loss=None,
+                    event=reason,
+                    milliseconds=1000 * (time.perf_counter() - start),
+                )
+            return logits
 
     def _checked(self, images: Tensor) -> Tensor:
         """Return the images as the model takes them, or raise an error that explains why they cannot be used."""
@@ -309,27 +416,34 @@ class Adapter(nn.Module):
 
     def _checked_view(self, images: Tensor) -> Tensor:
         """Check a tensor with one image per sample. A rank's share of a batch may be empty."""
-        check = self.engine.vit.check
+        check = self.engine.view.check
         if not self.engine.ranks.shared or not isinstance(images, Tensor) or images.ndim != 4 or len(images):
             return check(images)
         return check(images.new_zeros(1, *images.shape[1:]))[:0]
 
     @all_or_nothing
-    def _adapt(self, images: Tensor) -> Tensor:
-        """Predict a batch, adapt to it, let the guard check the step, and store its record."""
+    def _adapt(self, images: Tensor, reply: Reply | None = None) -> Tensor:
+        """Predict a batch, adapt to it, let the guard check the step, and store its record.
+
+        `reply` takes the logits to a caller that does not wait for the end.
+        """
         start = time.perf_counter()
         adapted, state = self.engine.adapted, self.state
         with self.engine.ranks.together():
             images = self._checked(images)
             adapted.require_gradients()
-            samples = self.engine.ranks.start(len(images), int(state.steps), adapted.drift())
+            before = adapted.drift() if self.engine.ranks.shared else 0.0
+            samples = self.engine.ranks.start(len(images), int(state.steps), before)
+            if reply is not None:
+                reply.images, self.engine.reply = images, reply
             step, logits = self._step(images, samples)
             state.steps += 1
             drift = adapted.drift()
             if logits.isfinite().all():
-                event = self._watch(images, step.logits, logits, drift) or step.event
+                event = self._watch(images, step, drift) or step.event
             else:
                 event = step.event or "the logits are not finite"
+            guard = self.guard
             self.record = Record(
                 step=int(state.steps),
                 samples=samples,
@@ -340,7 +454,13 @@ class Adapter(nn.Module):
                 drift=drift,
                 event=event,
                 milliseconds=1000 * (time.perf_counter() - start),
+                estimated_accuracy=None if guard is None else guard.estimated_accuracy,
+                harm=None if guard is None else guard.harm,
             )
+            if reply is not None:
+                self.engine.reply = None
+                reply.end(step.logits)
+                self._ahead = state.capture()
             return step.logits
 
     def _step(self, images: Tensor, samples: int) -> tuple[Step, Tensor]:
@@ -350,8 +470,12 @@ class Adapter(nn.Module):
         undone, and the logits are those of the state from before.
         """
         engine, method, state = self.engine, self.method, self.state
-        if self.guard is not None and bool(self.guard.stopped):
+        guard = self.guard
+        if guard is not None and bool(guard.stopped):
             step = Step(method.predict(images, engine), event="frozen: the guard stopped adaptation")
+            return step, engine.ranks.gather(step.logits)
+        if guard is not None and guard.is_resting:
+            step = Step(engine.unadapted(images).logits)
             return step, engine.ranks.gather(step.logits)
         try:
             with engine.ranks.together():
@@ -361,6 +485,11 @@ class Adapter(nn.Module):
                     state.start(samples)
                 with engine.observing(images):
                     step = method.step(images, engine)
+                if guard is not None and guard.scale < 1:
+                    assert self._change.before is not None, "a step is made inside a change"
+                    engine.adapted.shorten_step(self._change.before.tensors, guard.scale)
+                if engine.reply is not None:
+                    engine.reply.require(step.logits)
                 if self._after:
                     step.logits = method.predict(images, engine)
                 engine.micro_batches.kept_share.fill_(step.used / samples)
@@ -375,46 +504,56 @@ class Adapter(nn.Module):
             before.tensors["loss_scale"].copy_(engine.loss_scale)  # keep the scale that an overflow has lowered
             if self.guard is None:
                 raise
+            sent = None if engine.reply is None else engine.reply.sent
             engine.tidy()
             state.apply(before.tensors)
-            step = Step(method.predict(images, engine), event=f"skipped: {error}")
+            step = Step(method.predict(images, engine) if sent is None else sent, event=f"skipped: {error}")
             return step, engine.ranks.gather(step.logits)
         finally:
             engine.adapted.set_gradient(None)
 
-    def _watch(self, images: Tensor, mine: Tensor, logits: Tensor, drift: float) -> str | None:
-        """Let the guard check a step, and apply its decision.
+    def _watch(self, images: Tensor, step: Step, drift: float) -> str | None:
+        """Let the guard check a step, apply its decision, and return what it did.
+
+        At an alarm, the logits of the step become those of the unadapted model.
 
         Args:
             images: This rank's share of the batch.
-            mine: The logits of `images`.
-            logits: The logits of the whole batch.
+            step: The step, with the logits of `images`.
             drift: The drift after the step.
         """
         guard, engine, state = self.guard, self.engine, self.state
-        if guard is None or not self._learns or bool(guard.stopped):
+        if guard is None or not self._is_watched or bool(guard.stopped):
             return None
-        guard.observe(logits)
-        problem = None
-        if not (drift <= guard.drift or self.method.info.far_from_source):
-            problem = f"drift of {drift:.3g} from the source"
-        elif guard.suspects(engine.num_classes):
-            with engine.adapted.at_source():
-                agrees = engine.predict(images).argmax(-1) == mine.argmax(-1)
-            if guard.collapsed(engine.ranks.gather(agrees)):
-                problem = "the predictions collapsed"
-        elif guard.snapshot_due(engine.num_classes):
-            self._good = state.capture()
+        mine, count = engine.ranks.positions(images)
+        if guard.is_resting:
+            guard.since_alarm += count
+            return guard.recover()
+        for chosen in filter(None, guard.selections(count)):
+            rows = torch.isin(mine.cpu(), torch.tensor(chosen, dtype=mine.dtype)).to(images.device)
+            unadapted = engine.unadapted(images[rows])
+            together = (engine.ranks.gather(tensor) for tensor in (step.logits[rows], *unadapted[:2]))
+            adapted, logits, features = together
+            guard.compare(adapted, Unadapted(logits, features, unadapted.rows))
+        problem = guard.problem(0.0 if self.method.info.far_from_source else drift)
         if problem is None:
-            return None
+            if guard.good_state_due():
+                self._good = state.capture()
+            return guard.recover()
+        step.logits = engine.unadapted(images).logits
+        if not guard.trusts_good_state:
+            self._good = None
+        kept = {name: tensor.clone() for name, tensor in state.live().items() if name.startswith("guard/")}
         steps, batch_size = int(state.steps), int(state.batch_size)
-        state.apply(self._good or state.initial)
+        state.apply({**(self._good or state.initial), **kept})
         state.steps.fill_(steps)
         if not int(state.batch_size):
             state.start(batch_size)  # the stream continues, and so do its learning rates
-        guard.forget()
-        guard.stopped.fill_(guard.action == "freeze")
-        return f"{'frozen' if guard.action == 'freeze' else 'rolled back'}: {problem}"
+        guard.convict(can_lower=bool(engine.adapted.tensors))
+        if guard.is_resting:
+            return f"resting: {problem}"
+        what = {"lower": "slower", "rollback": "rolled back", "freeze": "frozen"}[guard.action]
+        return f"{what}: {problem}"
 
     @contextmanager
     def frozen(self) -> Iterator[Adapter]:
@@ -465,11 +604,16 @@ class Adapter(nn.Module):
             note: A text that is kept in the header of the file.
         """
         with self._alone():
+            statefile.write(path, self._contents(), self.header(note))
+
+    def header(self, note: str | None = None) -> dict[str, Any]:
+        """Return what a state file says about this adapter, in addition to its tensors."""
+        with self._alone():
             if not is_registered(self.method):
                 raise StateError(
                     f"{type(self.method).__name__} is not registered: decorate it with acclimate.register(...)."
                 )
-            header = {
+            return {
                 "method": self.method.name,
                 "config": self.method.config,
                 "options": self._options,
@@ -477,9 +621,8 @@ class Adapter(nn.Module):
                 "steps": int(self.steps),
                 "note": note,
                 "source": None if self._source_about is None else dict(self._source_about),
-                "versions": {"acclimate": __version__, "torch": torch.__version__, **self.engine.vit.version},
+                "versions": {"acclimate": __version__, "torch": torch.__version__, **self.engine.view.version},
             }
-            statefile.write(path, self._contents(), header)
 
     def _contents(self) -> dict[str, Tensor]:
         """Return copies of all tensors that are needed to continue in another adapter of the same model."""
@@ -526,6 +669,22 @@ class Adapter(nn.Module):
         self._good = Snapshot(good) if good else None
         self._last, self.record = None, None
 
+    def close(self) -> None:
+        """Wait for the step that runs behind a reply as `wait` does, and end its thread. A further call starts another."""
+        if self._behind is not None:
+            self._behind.close()
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for the step that runs behind a reply.
+
+        Raises:
+            Exception: The error of that step.
+        """
+        if self._behind is not None:
+            with self._lock:
+                self._behind.raise_error()
+
     def unwrap(self) -> nn.Module:
         """Return the original model, bit for bit. The adapter cannot be used afterwards.
 
@@ -537,14 +696,15 @@ class Adapter(nn.Module):
             self.engine.adapted.restore()
             self._wrapped.give_back()
             self._stage = "unwrapped"
-            return self.model
+            self._ahead = None
+            return self._wrapped.given
 
     def fingerprint(self) -> dict[str, str]:
         """Return digests of the wrapped model's architecture and source weights."""
         with self._alone():
             if self._fingerprint is None:
                 with self.engine.adapted.at_source():
-                    self._fingerprint = fingerprint(self.engine.vit, self._wrapped.weights)
+                    self._fingerprint = fingerprint(self.engine.view, self._wrapped.weights)
             return self._fingerprint
 
     # ---- torch.nn.Module --------------------------------------------------------------------------------------
@@ -597,11 +757,12 @@ class Adapter(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Adapter:
         """Apply `fn` to the whole state, for to(), cuda(), half() and double(). The fingerprint follows the new type."""
         with self._alone():
-            vit = self.engine.vit
-            example = fn(torch.empty(0, dtype=vit.dtype, device=vit.device))
+            self._ahead = None
+            view = self.engine.view
+            example = fn(torch.empty(0, dtype=view.dtype, device=view.device))
             require_supported(self.model, not example.is_meta, "on the device meta its weights would be lost")
             self._require_type(example.dtype, self.method, self._options["precision"])
-            if example.dtype is not vit.dtype:
+            if example.dtype is not view.dtype:
                 self._fingerprint = None
             owners = [owner for owner in (self.method, self.guard, self.recentring) if owner is not None]
             parts = [m for owner in owners for m in owner.modules() if not getattr(m, "of_the_models_type", False)]
@@ -629,7 +790,8 @@ class Adapter(nn.Module):
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.engine.adapted.tensors)
-        model = f"{self.engine.vit.family} {type(self.model).__name__}, {len(self.engine.vit.blocks)} blocks"
+        blocks = f", {len(self.engine.view.blocks)} blocks" if self.engine.view.blocks else ""
+        model = f"{self.engine.view.family} {type(self.model).__name__}{blocks}"
         where = self._stage if self._stage != "wrapped" else f"step {int(self.steps)}"
         where += f"; {self.engine.ranks!r}" if self.engine.ranks.shared else ""
         return f"Adapter({self.method!r} on {model}; {count:,} parameters adapt; {where})"

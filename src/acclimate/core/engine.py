@@ -14,11 +14,12 @@ An engine has five parts: the passes, which are defined here, the parameters tha
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,14 @@ from torch import Tensor, nn
 from ..errors import ConfigError, ModelError, NonFiniteError
 from ..models.normalisation import Normalisation, unknown_normalisation
 from ..models.surgery import capture, remove_captures
-from ..models.view import ViT, layer_without_gradient, require_gradient, samples_interact
+from ..models.view import ModelView, layer_without_gradient, require_gradient, samples_interact
 from .microbatches import MicroBatches, Rows
 from .parameters import AdaptedParameters
 from .ranks import SingleProcess
 
 if TYPE_CHECKING:
     from .recentre import Recentring
+    from .reply import Reply
 
 Objective = Callable[..., tuple[Tensor, Tensor]]
 """The type of an objective: a function that returns a loss per sample, and a mask of the samples to learn from.
@@ -80,6 +82,22 @@ class GradientResult:
     features: Tensor | None = None  # that entered the head, if recentring needs them
 
 
+class Unadapted(NamedTuple):
+    """The predictions of the unadapted model for some images."""
+
+    logits: Tensor
+    features: Tensor  # that entered the head
+    rows: Tensor  # of the head, one for each of the target's classes
+
+
+@dataclass
+class Part:
+    """A micro-batch, and the outputs of its pass if these are known already."""
+
+    rows: Rows
+    outputs: list[Tensor] | None = None
+
+
 class PassCount:
     """The number of samples that this process has passed forward and backward.
 
@@ -110,7 +128,7 @@ class Engine:
     """The passes of one model over batches, and the gradients that methods learn from.
 
     Args:
-        vit: The model.
+        view: The model.
         parameters: The parameters that adapt, by name.
         classes: Columns of the head that exist in the target domain (indices, or a mask). The others are dropped before any
             softmax.
@@ -127,7 +145,7 @@ class Engine:
 
     def __init__(
         self,
-        vit: ViT,
+        view: ModelView,
         parameters: Mapping[str, nn.Parameter],
         *,
         classes: Sequence[int] | Tensor | None = None,
@@ -140,9 +158,9 @@ class Engine:
         recentring: Recentring | None = None,
     ) -> None:
         self._dtype = PRECISIONS[precision]
-        self.vit = vit
+        self.view = view
         self.ranks = ranks or SingleProcess()
-        self.samples_interact = samples_interact(vit.model)
+        self.samples_interact = samples_interact(view.model)
         if self.ranks.shared and self.samples_interact:
             raise ConfigError(
                 "group: in this model the samples of a batch interact (BatchNorm on batch statistics, quantised layers), so "
@@ -150,12 +168,12 @@ class Engine:
             )
         self.micro_batches = MicroBatches(
             micro_batch,
-            work=vit.tokens * vit.width,
+            work=view.work,
             whole=self.samples_interact,
-            threads=not compile and vit.is_library_code(),  # a user's code may not be ready for several threads
+            threads=not compile and view.is_library_code(),  # a user's code may not be ready for several threads
         )
         self.adapted = AdaptedParameters(parameters)
-        self.classes = columns_of(classes, vit.classes)
+        self.classes = columns_of(classes, view.classes)
         self.rng = rng
         self.normalisation = normalisation
         self.loss_scale = torch.tensor(2.0**14 if precision == "float16" else 1.0)
@@ -163,19 +181,21 @@ class Engine:
         self.passes = PassCount()  # counted since the model was wrapped
         self.recentring = recentring
         self._unobserved: Tensor | None = None  # the batch of this step, until a pass has shown its features
-        self._without_gradient = layer_without_gradient(vit.model)
+        self.reply: Reply | None = None  # to the caller of this step, if it does not wait for the end
+        self._without_gradient = layer_without_gradient(view.model)
         self._compile = compile
         self._logits = self._compiled()
 
     def _compiled(self) -> Callable[[Tensor], Tensor]:
         if not self._compile:
-            return self.vit.logits
-        return torch.compile(self.vit.logits, backend=self._compile if isinstance(self._compile, str) else "inductor")
+            return self.view.logits
+        return torch.compile(self.view.logits, backend=self._compile if isinstance(self._compile, str) else "inductor")
 
     def __getstate__(self) -> dict[str, Any]:
         # the generator as bytes, because torch cannot send a generator to another process
         rng = self.rng.get_state().numpy().tobytes()
-        return {**{name: value for name, value in self.__dict__.items() if name != "_logits"}, "rng": rng}
+        kept = {name: value for name, value in self.__dict__.items() if name != "_logits"}
+        return {**kept, "rng": rng, "reply": None}
 
     def __setstate__(self, values: dict[str, Any]) -> None:
         """Restore a copy, which compiles its own function instead of that of the original."""
@@ -187,7 +207,7 @@ class Engine:
     @property
     def num_classes(self) -> int:
         """The number of the target's classes."""
-        return self.vit.classes if self.classes is None else len(self.classes)
+        return self.view.classes if self.classes is None else len(self.classes)
 
     # ---- one pass ---------------------------------------------------------------------------------------------
 
@@ -209,7 +229,7 @@ class Engine:
 
         With recentring, the centre is subtracted from these.
         """
-        logits, features = self.forward_with(self.vit.features, images)
+        logits, features = self.forward_with(self.view.features, images)
         return logits, self.centred(features)
 
     def forward_with(self, passed: Callable[[Tensor], tuple[Tensor, Tensor]], images: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,15 +247,15 @@ class Engine:
         """Return the logits of the target's classes for features of any floating-point type.
 
         With recentring, the features are given without the centre. A method that uses this calls
-        `vit.require_logits_of_head()` in `attach`.
+        `view.require_logits_of_head()` in `attach`.
         """
         with self.autocast():
-            return self._target(self.vit.head(features.to(self.vit.dtype)))
+            return self._target(self.view.classify(features.to(self.view.dtype)))
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Let networks compute in the chosen precision inside the block."""
         # Cast weights are not cached: inside the caller's own autocast, a cached weight would be used after its update.
-        return torch.autocast(self.vit.device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False)
+        return torch.autocast(self.view.device.type, self._dtype, enabled=self._dtype is not None, cache_enabled=False)
 
     def _target(self, logits: Tensor) -> Tensor:
         logits = _full(logits)
@@ -251,7 +271,7 @@ class Engine:
 
     def _rows(self) -> Tensor:
         """Return the rows of the head of the target's classes."""
-        weight = self.vit.head_weight()
+        weight = self.view.head_weight()
         return weight if self.classes is None else weight[self.classes]
 
     # ---- recentring -------------------------------------------------------------------------------------------
@@ -268,21 +288,25 @@ class Engine:
         if self._unobserved is not None:
             self.predict(images)
 
-    def _shifted(self, features: Tensor, logits: Tensor) -> Tensor:
-        """Move the centre to a batch, and return its logits with the new centre."""
-        assert self.recentring is not None
-        self._unobserved = None
+    def _shifted(self, features: Tensor, logits: Tensor, recentring: Recentring | None) -> Tensor:
+        """Move a centre to a batch, and return its logits with the new centre."""
+        assert recentring is not None
         everybody = self.ranks.gather(features), self.ranks.gather(logits.flatten(0, -2))
         require_finite(*everybody)
-        before, rows = self.recentring.centre.clone(), self._rows().detach()
-        self.recentring.observe(*everybody, rows)
-        return logits - rows.to(logits.dtype) @ (self.recentring.centre - before).to(logits.dtype)
+        before, rows = recentring.centre.clone(), self._rows().detach()
+        recentring.observe(*everybody, rows)
+        return logits - rows.to(logits.dtype) @ (recentring.centre - before).to(logits.dtype)
+
+    def _observed(self, features: Tensor, logits: Tensor) -> Tensor:
+        """Move the centre to the batch of a step, and return its logits with the new centre."""
+        self._unobserved = None
+        return self._shifted(features, logits, self.recentring)
 
     def _with_features(self, passed: Callable[..., tuple[Tensor, ...]], part: Rows) -> tuple[Tensor, ...]:
         """Return the outputs of a pass, and then the features that entered the head."""
-        with capture([self.vit.head], first=True) as seen:  # a pass may contain further ones, of other views
+        with capture([self.view.head], first=True) as seen:  # a pass may contain further ones, of other views
             outputs = passed(*part)
-        return *outputs, _full(seen[self.vit.head].inputs.detach())
+        return *outputs, _full(seen[self.view.head].inputs.detach().flatten(1))
 
     # ---- a batch without gradients ----------------------------------------------------------------------------
 
@@ -294,13 +318,39 @@ class Engine:
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits of a batch, and the features that enter the head, without the centre of recentring."""
-        logits, features = self.evaluate(images, lambda part: self.forward_with(self.vit.features, part))
+        logits, features = self.evaluate(images, lambda part: self.forward_with(self.view.features, part))
         return logits, self.centred(features)
 
     def class_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the logits of a batch, and the class tokens after all blocks (`ViT.class_tokens`)."""
-        logits, tokens = self.evaluate(images, lambda part: self.forward_with(self.vit.class_tokens, part))
+        """Return the logits of a batch, and the class tokens after all blocks (`ModelView.class_tokens`)."""
+        logits, tokens = self.evaluate(images, lambda part: self.forward_with(self.view.class_tokens, part))
         return logits, tokens
+
+    def unadapted(self, images: Tensor) -> Unadapted:
+        """Return the predictions of the unadapted model, of which nothing is changed and whose features have no centre.
+
+        If a sample consists of several images, the first one is predicted.
+        """
+        images = images[:, 0] if images.ndim == 5 else images
+
+        with self.adapted.at_source(), self.view.unadapted():
+            try:
+                rows = self._rows().detach()
+            except ModelError:  # without a linear head there are no features
+                return Unadapted(logits := self.predict(images), logits[:, :0], logits.new_zeros(self.num_classes, 0))
+
+            @torch.no_grad()
+            def passed(part: Tensor) -> tuple[Tensor, Tensor]:
+                self.passes.add(forward=len(part))
+                with self.autocast():
+                    features, logits = self.view.features(part)
+                return self._target(logits), _full(features)
+
+            if len(images):
+                logits, features = self.map(passed, (images,))
+                return Unadapted(logits, features, rows)
+            logits = self._empty(images).logits
+            return Unadapted(logits, logits.new_zeros(0, self.view.feature_width), rows)
 
     def evaluate(self, images: Tensor, forward: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Return the outputs of a given forward pass, logits first. It must treat each sample on its own."""
@@ -316,7 +366,9 @@ class Engine:
             outputs = tuple(output[:0] for output in passed(images.new_zeros(1, *images.shape[1:])))
         if observed:
             logits, *others, features = outputs
-            return self._shifted(features, logits), *others
+            outputs = self._observed(features, logits), *others
+        if self.reply is not None and self.reply.awaits(images) and outputs[0].isfinite().all():
+            self.reply.send(outputs[0])
         return outputs
 
     def map(self, work: Callable[..., tuple[Tensor, ...]], batch: Rows, *, size: int | None = None) -> tuple[Tensor, ...]:
@@ -367,7 +419,9 @@ class Engine:
         """
         require_gradient(self._without_gradient)
         if images is self._unobserved and self.recentring is not None and self.recentring.is_empty:
+            reply, self.reply = self.reply, None
             self.predict(images)  # the first batch of a stream needs a centre before the loss
+            self.reply = reply
         observed = images is self._unobserved and candidates is None
         batch = (images, *extras)
         if candidates is not None and self.samples_interact:
@@ -375,29 +429,63 @@ class Engine:
         elif candidates is not None:
             batch = tuple(tensor[candidates] for tensor in batch)
 
-        def passed(*part: Tensor) -> tuple[Tensor, ...]:
-            return (self.forward(part[0]),) if forward is None else forward(*part)
+        def outputs_of(*rows: Tensor) -> tuple[Tensor, ...]:
+            return (self.forward(rows[0]),) if forward is None else forward(*rows)
+
+        def passed(rows: Rows) -> list[Tensor]:
+            return list(self._with_features(outputs_of, rows) if observed else outputs_of(*rows))
 
         @torch.enable_grad()
-        def work(parts: Iterable[Rows]) -> tuple[list[GradientResult], list[Tensor] | None]:
+        def work(parts: Iterable[Part]) -> tuple[list[GradientResult], list[Tensor] | None]:
             results: list[GradientResult] = []
             total: list[Tensor] | None = None
             for part in parts:
-                result, loss = self._pass(part, passed, objective, observed)
+                outputs, part.outputs = passed(part.rows) if part.outputs is None else part.outputs, None
+                features = outputs.pop() if observed else None
+                result, loss = self._learn(part.rows, outputs, features, outputs_of, objective)
+                outputs.clear()
                 results.append(result)
                 if loss is not None:
                     total = self._accumulate(total, loss)
             return results, total
 
-        done = self.micro_batches.map(work, batch, selective=selective) if len(batch[0]) else []
+        divided = self.micro_batches.groups(batch, selective=selective) if len(batch[0]) else []
+        groups = [[Part(rows) for rows in group] for group in divided]
+        if groups and self.reply is not None and self.reply.awaits(images) and candidates is None:
+            self._reply(self.reply, groups, passed, observed)
+        done = self.micro_batches.map_groups(work, groups)
         seen = [result for results, _ in done for result in results] or [self._empty(batch[0])]
         logits, losses, kept = (torch.cat([getattr(s, name) for s in seen]) for name in ("logits", "losses", "kept"))
         require_finite(logits)
         if observed:
-            logits = self._shifted(self._features_of(seen), logits)
+            logits = self._observed(self._features_of(seen), logits)
         used, loss = self.ranks.mean(losses[kept])
         self._set_gradient([total for _, total in done if total is not None], used)
         return GradientResult(logits, losses, kept, used, loss)
+
+    def _reply(self, reply: Reply, groups: list[list[Part]], passed: Callable[[Rows], list[Tensor]], observed: bool) -> None:
+        """Pass all parts of a batch, reply, and leave their outputs with as many graphs as the memory is meant for.
+
+        The centre of recentring moves after the backward pass, so that here a copy of it does. If a logit is not finite, the
+        caller gets the reply at the end of the step.
+        """
+        most = self.micro_batches.graphs_at_once // len(groups)
+
+        @torch.enable_grad()
+        def ahead(parts: Iterable[Part]) -> list[tuple[Tensor, Tensor]]:
+            seen, kept = [], 0
+            for part in parts:
+                outputs = passed(part.rows)
+                seen.append((outputs[0].detach(), outputs[-1].detach()))
+                kept += len(outputs[0])
+                if kept <= max(most, len(outputs[0])):
+                    part.outputs = outputs
+            return seen
+
+        seen = [pair for pairs in self.micro_batches.map_groups(ahead, groups) for pair in pairs]
+        logits, features = (torch.cat(each) for each in zip(*seen))
+        if logits.isfinite().all():
+            reply.send(self._shifted(features, logits, copy.deepcopy(self.recentring)) if observed else logits)
 
     def _empty(self, images: Tensor) -> GradientResult:
         """Return the result of an empty batch."""
@@ -407,24 +495,25 @@ class Engine:
     def _features_of(self, seen: Sequence[GradientResult]) -> Tensor:
         """Return the features of all parts of a batch. An empty batch has none."""
         parts = [result.features for result in seen if result.features is not None]
-        return torch.cat(parts) if parts else seen[0].losses.new_zeros(0, self.vit.head.in_features)
+        return torch.cat(parts) if parts else seen[0].losses.new_zeros(0, self.view.feature_width)
 
-    def _pass(
-        self, part: Rows, passed: Callable[..., tuple[Tensor, ...]], objective: Objective, observed: bool
+    def _learn(
+        self,
+        part: Rows,
+        outputs: list[Tensor],
+        features: Tensor | None,
+        passed: Callable[..., tuple[Tensor, ...]],
+        objective: Objective,
     ) -> tuple[GradientResult, Tensor | None]:
-        """Pass one micro-batch, and return its result and the summed loss of the kept samples, with its graph."""
-        features = None
-        if observed:
-            *outputs, features = self._with_features(passed, part)
-        else:
-            outputs = list(passed(*part))
+        """Return the result of a micro-batch that was passed, and the summed loss of the kept samples, with its graph."""
         losses, kept = objective(*outputs, *part[1:])
         result, used = GradientResult(outputs[0].detach(), losses.detach(), kept, features=features), int(kept.sum())
         if not used:
             return result, None
         if 2 * used < len(kept) and not self.samples_interact:
             # a second forward pass of the few kept samples costs less than a backward pass of all samples
-            outputs, losses = [], torch.empty(0)  # free the large graph first
+            losses = torch.empty(0)
+            outputs.clear()  # frees the large graph first
             self.passes.add(backward=used)
             part = tuple(tensor[kept] for tensor in part)
             return result, objective(*passed(*part), *part[1:])[0].sum()
@@ -466,10 +555,11 @@ class Engine:
 
     def tidy(self) -> None:
         """Undo what an interrupted pass may have left: borrowed memory, gradients, and hooks on the model."""
-        self._unobserved = None
+        self._unobserved = self.reply = None
         self.adapted.use_own()
         self.adapted.set_gradient(None)
-        remove_captures(self.vit.model)
+        self.view.put_back()
+        remove_captures(self.view.model)
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
@@ -477,7 +567,7 @@ class Engine:
 
         Hooks on the model then see the whole batch.
         """
-        usual, self._logits = self._logits, self.vit.logits
+        usual, self._logits = self._logits, self.view.logits
         try:
             with self.micro_batches.undivided():
                 yield
@@ -492,11 +582,11 @@ class Engine:
 
     def from_pixels(self, pixels: Tensor) -> Tensor:
         """Return images as the model takes them, in its type, from pixels between 0 and 1."""
-        return self._normalised().apply(pixels).to(self.vit.dtype)
+        return self._normalised().apply(pixels).to(self.view.dtype)
 
     def _normalised(self) -> Normalisation:
         if self.normalisation is None:
-            raise unknown_normalisation(type(self.vit.model).__name__)
+            raise unknown_normalisation(type(self.view.model).__name__)
         return self.normalisation
 
 

@@ -1,153 +1,339 @@
-"""The guard, which watches a run for collapse.
+"""The guard, which compares the adapted model with the unadapted one, and undoes an adaptation that does harm.
 
-The guard first checks the predictions of the model, which is cheap. But few classes among them do not prove a collapse,
-because the images of a stream may all be of one class for a long time. While a run is suspect, the source model therefore
-predicts the same images. The adapted model has collapsed only if the source model disagrees with it.
+A model that is harmed by adaptation names fewer and fewer classes. Few classes alone prove nothing, because the images of a
+stream may all be of one class. The unadapted model therefore predicts a random share of the images, too. For each of these
+images the guard compares two surprises: how surprising the prediction of the adapted model is, given its earlier ones, and
+the same for the unadapted model. Their mean difference is the difference of the entropies of the predicted classes. If it is
+negative, gamblers who bet on that become rich (`betting`), and their wealth is the evidence of harm.
+
+No label is needed for an estimate of accuracy, either. The unadapted model with recentred features (`recentre`) serves as a
+judge. The mean probability that it gives to the classes that a model has predicted is the estimated accuracy of that model.
+A harm that the judge does not see is no reason for an alarm.
+
+No rule without labels can be certain. A harm that keeps the diversity of the predictions is not found.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from typing import Any
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError, require_between, require_whole
-from .engine import entropy
-from .statecheck import COUNT
+from ..errors import ConfigError, ModelError, require_between, require_whole
+from ..models.view import ModelView
+from .betting import Wealth
+from .engine import Unadapted
+from .recentre import Recentring
+from .statecheck import COUNT, Range
 
-MOST_PREDICTIONS = 10**6  # in the window, which is part of the state
-ENOUGH_ANSWERS = 32  # samples that the source model predicts before a decision
+ACTIONS = {
+    "lower": "return to the last good state, and learn more slowly for a while",
+    "rollback": "return to the last good state",
+    "freeze": "return to the last good state, and stop adaptation",
+}
+WINDOW = 64  # compared images after which the weight of an image has fallen to 1/e
+JUDGE_WINDOW = 128  # the same for the centre of the judge
+PRIOR = 2.0  # predictions, spread over all classes, that are known of a model at first
+SURE = 0.95  # probability from which on a prediction of the unadapted model is sure
+RARE = 0.01  # share of sure predictions that the adapted model may contradict
+UNIT = 1.5  # largest difference of two surprises that counts, in nats
+SUSPECT = 1.3  # evidence from which on more images are compared
+MORE = 4  # of so many images one is compared while a run is suspect, or new
+NEW = 256  # images after the start, or after an alarm, while which a run is new
+SLOWER = 0.1  # factor of the length of a step after an alarm
+LEVELS = 3  # alarms after which the unadapted model predicts for a while
+LONGEST = 5  # doublings of the patience
+
+
+class Harm(NamedTuple):
+    """The estimated accuracy of the unadapted model minus that of the adapted one, with its 95 % interval.
+
+    It is positive if adaptation does harm.
+    """
+
+    estimate: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{100 * self.estimate:+.1f} points ({100 * self.low:+.1f} to {100 * self.high:+.1f})"
 
 
 class Guard(nn.Module):
-    """The limits of a healthy run, and the action to take when a limit is exceeded.
+    """Compare the adapted model with the unadapted one on a share of the images, and undo an adaptation that does harm.
 
-    No method learns from logits or gradients that are not finite: such a step is skipped. After a collapse, or a drift
-    beyond its limit, the adapter returns to the last good snapshot, or to the source model if there is none yet. Then the
-    run continues ("rollback"), or adaptation stops until `reset` or `rollback` is called ("freeze").
+    A step with logits or gradients that are not finite is always skipped. At an alarm, the unadapted model predicts the
+    batch, and the adapter returns to its last good state, or to the source model if there is none. What happens then is
+    the `action`. With "lower", steps are ten times shorter after each alarm. After the third one, or after a second
+    one within 256 images, the unadapted model predicts alone. After `patience` images without an alarm the steps are ten
+    times longer again. The patience doubles with every alarm, and is as at first when the steps have their full length.
 
     Args:
-        window: The number of latest predictions that are checked.
-        diversity: The effective number of classes among them (the exponential of the entropy of their frequencies), as a
-            share of all classes, up to which the run is suspect. With fewer than 200 classes, up to two classes are suspect.
-        floor: The mean entropy of the predictions, as a share of ln C for C classes, below which the run is suspect.
-        agreement: The share of a suspect run's predictions that the source model must share. Below it, the run has
-            collapsed.
+        share: The share of the images that the unadapted model predicts, too. While a run is suspect it is at least 1/4.
+        alarm: The bound a of the probability of a false alarm, which is at most a (1 + n / 1024) in n compared images. While
+            steps are shorter, the bound is the root of a.
+        tolerance: The loss of diversity that is no harm, as a share of 1.5 nats.
+        patience: The number of images after which a lower rate of learning rises again, and a good state is stored.
         drift: The largest allowed distance from the source parameters, divided by their norm.
-        action: "rollback" or "freeze".
+        action: "lower", "rollback" or "freeze".
     """
+
+    ranges: Mapping[str, Range] = {
+        **dict.fromkeys(("seen", "since_alarm", "since_good", "alarms"), COUNT),
+        **dict.fromkeys(("compared", "adapted", "source", "squares"), (0, math.inf)),
+        **dict.fromkeys(("right_adapted", "right_source"), (0, math.inf)),
+        "level": (0, LEVELS),
+    }
 
     def __init__(
         self,
         *,
-        window: int = 512,
-        diversity: float = 0.01,
-        floor: float = 0.002,
-        agreement: float = 0.2,
+        share: float = 1 / 16,
+        alarm: float = 0.05,
+        tolerance: float = 0.02,
+        patience: int = 1024,
         drift: float = 3.0,
-        action: str = "rollback",
+        action: str = "lower",
     ) -> None:
         super().__init__()
-        if action not in ("rollback", "freeze"):
-            raise ConfigError(f'action={action!r}: choose "rollback" or "freeze".')
-        require_whole(1, MOST_PREDICTIONS, window=window)
-        require_between(0, 1, diversity=diversity, floor=floor, agreement=agreement)
+        if action not in ACTIONS:
+            known = ", ".join(f'"{name}" ({what})' for name, what in ACTIONS.items())
+            raise ConfigError(f"action={action!r}: choose {known}.")
+        require_between(1e-6, 1, share=share, alarm=alarm)
+        require_between(0, 1, tolerance=tolerance)
         require_between(0, math.inf, drift=drift)
-        self.window = window
-        self.diversity = diversity
-        self.floor = floor
-        self.agreement = agreement
+        require_whole(1, 10**9, patience=patience)
+        self.share = share
+        self.alarm = alarm
+        self.tolerance = tolerance
+        self.patience = patience
         self.drift = drift
         self.action = action
-        self.predictions: Tensor
-        self.entropies: Tensor
-        self.seen: Tensor
-        self.asked: Tensor
-        self.agreed: Tensor
-        self.since_good: Tensor
+        self.diversity = Wealth()
+        self.agreement = Wealth()
+        self.judge: Recentring | None = None
         self.stopped: Tensor
-        self.register_buffer("predictions", torch.zeros(window, dtype=torch.long))
-        self.register_buffer("entropies", torch.zeros(window))
-        self.ranges = dict.fromkeys(("seen", "asked", "agreed", "since_good"), COUNT)
-        for counter in self.ranges:
-            self.register_buffer(counter, torch.tensor(0))
+        self.level: Tensor  # alarms that have shortened the steps, and were not forgotten yet
+        self.alarms: Tensor  # since the steps had their full length
+        self.seen: Tensor  # images
+        self.since_alarm: Tensor  # images since the last alarm, or since the last change of the level
+        self.since_good: Tensor  # images since the last good state
+        self.compared: Tensor  # weight of the compared images; older ones have less
+        self.adapted: Tensor  # sum of the predictions of the adapted model
+        self.source: Tensor  # sum of the predictions of the unadapted model
+        self.right_adapted: Tensor  # sum of the judge's probabilities of the classes that the adapted model predicted
+        self.right_source: Tensor  # the same for the unadapted model
+        self.squares: Tensor  # sum of the squared differences of the two
         self.register_buffer("stopped", torch.tensor(False))
+        for name in ("level", "alarms", "seen", "since_alarm", "since_good"):
+            self.register_buffer(name, torch.tensor(0))
+        for name in ("compared", "right_adapted", "right_source", "squares"):
+            self.register_buffer(name, torch.tensor(0.0))
 
     @property
     def config(self) -> dict[str, Any]:
-        """The arguments that create a guard with the same limits."""
+        """The arguments that create an equal guard."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
-    def observe(self, logits: Tensor) -> None:
-        """Store the predictions of a batch and their entropies in the window."""
-        latest = logits[-self.window :]
-        where = (int(self.seen) + torch.arange(len(latest), device=self.predictions.device)) % self.window
-        self.predictions[where] = latest.argmax(-1).to(self.predictions.device)
-        self.entropies[where] = entropy(latest).to(self.entropies)
-        self.seen += len(latest)
-        self.since_good += len(latest)
+    def attach(self, view: ModelView, classes: int) -> None:
+        """Prepare the guard for a model with so many classes in the target domain."""
+        self.to(view.device, view.precise)
+        self.register_buffer("adapted", torch.zeros(classes, dtype=view.precise, device=view.device))
+        self.register_buffer("source", torch.zeros_like(self.adapted))
+        try:
+            with view.unadapted():
+                view.require_logits_of_head()
+                view.head_weight()
+        except ModelError:
+            return  # without a linear head there is no judge
+        self.judge = Recentring(view, classes, "order", window=JUDGE_WINDOW)
 
-    def effective_classes(self, newest: int | None = None) -> float:
-        """Return the effective number of classes in the window, or among its `newest` predictions.
+    # ---- comparison -------------------------------------------------------------------------------------------
 
-        It is the exponential of the entropy of the class frequencies.
+    def selections(self, count: int) -> Iterator[list[int]]:
+        """Yield the images of the next batch to compare, and then further ones if the run is suspect after the first.
+
+        One image of each 1/share images is drawn at random. The draw depends only on how many images were seen.
         """
-        count = newest or self.window
-        where = (int(self.seen) - 1 - torch.arange(count, device=self.predictions.device)) % self.window
-        share = self.predictions[where].bincount().float() / count
-        return float((-torch.xlogy(share, share).sum()).exp())
+        first = int(self.seen)
+        self.seen += count
+        self.since_alarm += count
+        self.since_good += count
+        usual = round(1 / self.share)
+        period = min(usual, MORE) if self.is_suspect or int(self.since_alarm) - count < NEW else usual
+        chosen = _drawn(first, count, period)
+        yield chosen
+        if self.is_suspect and period > MORE:
+            yield sorted({*_drawn(first, count, MORE)} - {*chosen})
 
-    def suspect_limit(self, num_classes: int) -> float:
-        """Return the effective number of classes up to which a run is suspect.
+    @property
+    def is_suspect(self) -> bool:
+        """Whether there is some evidence of harm."""
+        return self.evidence >= SUSPECT
 
-        If there are only two or three classes in total, it is between one and two.
+    @property
+    def evidence(self) -> float:
+        """The mean wealth of all gamblers, which is large if there is harm."""
+        return (self.diversity.mean + self.agreement.mean) / 2
+
+    def compare(self, adapted: Tensor, unadapted: Unadapted) -> None:
+        """Add images that both models have predicted.
+
+        Args:
+            adapted: The logits of the adapted model.
+            unadapted: The predictions of the unadapted model.
         """
-        return min(max(2.0, self.diversity * num_classes), 1 + 0.2 * (num_classes - 1))
+        finite = unadapted.logits.isfinite().all(-1) & unadapted.features.isfinite().all(-1)
+        if not finite.any():
+            return
+        adapted, unadapted = adapted[finite], Unadapted(unadapted.logits[finite], unadapted.features[finite], unadapted.rows)
+        mine, source = (z.to(self.adapted).softmax(-1) for z in (adapted, unadapted.logits))
+        opinion = self._opinion(unadapted)
+        right_mine = opinion.gather(1, mine.argmax(-1, keepdim=True)).flatten()
+        right_source = opinion.gather(1, source.argmax(-1, keepdim=True)).flatten()
+        age, prior = math.exp(-1 / WINDOW), PRIOR / mine.shape[1]
+        for i in range(len(mine)):
+            known = PRIOR + self.compared
+            surprise = -(mine[i] * ((self.adapted + prior) / known).log()).sum()
+            usual = -(source[i] * ((self.source + prior) / known).log()).sum()
+            self.diversity.bet(float(surprise - usual) / UNIT + self.tolerance)
+            if float(source[i].max()) > SURE:
+                self.agreement.bet(RARE - float(mine[i].argmax() != source[i].argmax()))
+            for total, new in (
+                (self.compared, 1.0),
+                (self.adapted, mine[i]),
+                (self.source, source[i]),
+                (self.right_adapted, right_mine[i]),
+                (self.right_source, right_source[i]),
+                (self.squares, (right_mine[i] - right_source[i]).square()),
+            ):
+                total.mul_(age).add_(new)
 
-    def suspects(self, num_classes: int) -> bool:
-        """Return whether the predictions in the window suggest a collapse."""
-        if int(self.seen) < self.window:
-            return False
-        low = float(self.entropies.mean()) < self.floor * math.log(num_classes)
-        return low or self.effective_classes() <= self.suspect_limit(num_classes)
+    def _opinion(self, unadapted: Unadapted) -> Tensor:
+        """Return the predictions of the judge."""
+        logits, features, rows = unadapted
+        if self.judge is None:
+            return logits.to(self.adapted).softmax(-1)
+        precise = self.judge.centre
+        logits, features, rows = logits.to(precise), features.to(precise), rows.to(precise)
+        self.judge.observe(features, logits - rows @ precise, rows)
+        return (logits - rows @ self.judge.centre).to(self.adapted).softmax(-1)
 
-    def collapsed(self, agrees: Tensor) -> bool:
-        """Return whether the run has collapsed, given the samples of a suspect batch on which the source model agrees.
+    @property
+    def estimated_accuracy(self) -> float | None:
+        """The estimated accuracy of the adapted model, or None if it is not known."""
+        weight = float(self.compared)
+        return None if self.judge is None or not weight else float(self.right_adapted) / weight
 
-        No decision is made before the source model has predicted `ENOUGH_ANSWERS` samples. After a decision all counts start
-        again.
+    @property
+    def harm(self) -> Harm | None:
+        """The estimated harm, or None if it is not known."""
+        weight = float(self.compared)
+        if self.judge is None or not weight:
+            return None
+        estimate = (float(self.right_source) - float(self.right_adapted)) / weight
+        spread = max(0.0, float(self.squares) / weight - estimate**2)
+        error = 1.96 * math.sqrt((spread + 1 / weight**2) / weight)  # few equal images prove little
+        return Harm(estimate, max(-1.0, estimate - error), min(1.0, estimate + error))
+
+    # ---- decision ---------------------------------------------------------------------------------------------
+
+    def problem(self, drift: float) -> str | None:
+        """Return the evidence of harm, if there is enough of it, for a run with this drift.
+
+        If the judge prefers the adapted model, the loss of diversity is no harm: the images may be of few classes.
         """
-        self.asked += len(agrees)
-        self.agreed += int(agrees.sum())
-        if int(self.asked) < ENOUGH_ANSWERS:
-            return False
-        guilty = int(self.agreed) < self.agreement * int(self.asked)
-        self.forget()
-        return guilty
+        if not drift <= self.drift:
+            return f"drift of {drift:.3g} from the source"
+        wealth = self.evidence
+        if wealth < 1 / (self.alarm ** (0.5 if int(self.level) else 1)):
+            return None
+        if self.judge is not None and float(self.right_adapted) > float(self.right_source):
+            self.diversity.restart()
+            self.agreement.restart()
+            return None
+        harm = "" if self.harm is None else f", estimated harm {self.harm}"
+        if self.agreement.mean > self.diversity.mean:
+            return f"it contradicts predictions of which the unadapted model is sure (wealth {wealth:.1f}{harm})"
+        weight = float(self.compared)
+        mine, source = (float(_entropy(total / weight)) for total in (self.adapted, self.source))
+        return (
+            f"the predictions are less diverse than those of the unadapted model (entropy of the classes {mine:.2f} and "
+            f"{source:.2f} nats, wealth {wealth:.1f}{harm})"
+        )
 
-    def forget(self) -> None:
-        """Clear the window and all counts."""
-        for counter in (self.seen, self.asked, self.agreed, self.since_good):
-            counter.zero_()
+    def convict(self, *, can_lower: bool) -> None:
+        """Take note of an alarm, and forget the evidence.
 
-    def snapshot_due(self, num_classes: int) -> bool:
-        """Return whether it is time for a good snapshot.
-
-        It is if a full window has passed since the last one, and the predictions are spread over enough classes, in the
-        whole window and in its newest quarter.
+        Args:
+            can_lower: Whether the method makes steps that can be shorter.
         """
-        if int(self.since_good) < self.window:
-            return False
-        few = self.suspect_limit(num_classes)
-        enough = min(2 * few, (few + num_classes) / 2)
-        if min(self.effective_classes(), self.effective_classes(max(1, self.window // 4))) < enough:
+        soon = int(self.alarms) > 0 and int(self.since_alarm) < NEW  # so that shorter steps do not help
+        self.alarms += 1
+        if self.action == "lower":
+            self.level.fill_(min(LEVELS, int(self.level) + 1) if can_lower and not soon else LEVELS)
+        self.stopped.fill_(self.action == "freeze")
+        self.since_good.zero_()
+        self._start_again()
+
+    def _start_again(self) -> None:
+        """Forget the evidence and what it came from, because the run is another one from now on."""
+        self.since_alarm.zero_()
+        self.diversity.restart()
+        self.agreement.restart()
+        for total in (self.compared, self.adapted, self.source, self.right_adapted, self.right_source, self.squares):
+            total.zero_()
+
+    def recover(self) -> str | None:
+        """Let learning be faster again if there was no alarm for long, and return what has changed."""
+        wait = self.patience * 2 ** min(LONGEST, max(0, int(self.alarms) - 1))
+        if not int(self.level) or int(self.since_alarm) < wait or self.is_suspect:
+            return None
+        rested = self.is_resting
+        self.level -= 1
+        if not int(self.level):
+            self.alarms.zero_()
+        self._start_again()
+        return f"{'adaptation begins again' if rested else 'no harm was seen'}: steps have {self.scale:g} of their length"
+
+    @property
+    def scale(self) -> float:
+        """The share of each step of the method that is made."""
+        return SLOWER ** int(self.level)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the unadapted model predicts for a while."""
+        return int(self.level) == LEVELS
+
+    @property
+    def trusts_good_state(self) -> bool:
+        """Whether the last good state is so old that an alarm now says nothing against it."""
+        return 2 * int(self.since_good) >= self.patience and not int(self.level)
+
+    def good_state_due(self) -> bool:
+        """Return whether the present state is good, and the last good one is old."""
+        if int(self.since_good) < self.patience or self.evidence > 1:
             return False
         self.since_good.zero_()
         return True
 
     def extra_repr(self) -> str:
-        """Return the limits, for `repr`."""
+        """Return the configuration, for `repr`."""
         return ", ".join(f"{name}={value!r}" for name, value in self.config.items())
+
+
+def _drawn(first: int, count: int, period: int) -> list[int]:
+    """Return the images of a batch to compare: one of each `period` images of the stream, drawn at random."""
+    blocks = range(first // period, (first + count - 1) // period + 1)
+    drawn = (block * period + random.Random(block).randrange(period) - first for block in blocks)
+    return [i for i in drawn if 0 <= i < count]
+
+
+def _entropy(shares: Tensor) -> Tensor:
+    return -torch.xlogy(shares, shares).sum()

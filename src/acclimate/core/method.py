@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..models.view import ViT
+from ..models.view import ModelView
 from .engine import Engine
 from .statecheck import Range
 
@@ -47,6 +47,9 @@ class Info:
     Args:
         paper: Authors, venue and year.
         adapts: What the method changes, in a few words.
+        requires: The parts that a model must have, of `models.view.PARTS`. A method without any takes every module that
+            returns logits.
+        batch_statistics: Whether BatchNorm layers normalise with the statistics of each batch, and not of the source data.
         remembers: What it keeps from step to step, in addition to what adapts.
         needs: The kinds of source statistics that it requires.
         augments: Whether it uses `engine.to_pixels`. If so, a model whose normalisation is not known cannot be wrapped.
@@ -54,6 +57,8 @@ class Info:
         views: The number of images that make up one sample. If it is not 1, a batch is (batch, views, channels, height,
             width).
         predicts_after: Whether the logits of a step always come from after its update.
+        replies_first: Whether the logits of a step are always those of its first pass of the whole batch, so that a caller
+            can have them before the step ends (`adapt(reply="first")`).
         float16: Whether weights in float16 can adapt. The squared gradients of Adam are too small for that type.
         far_from_source: Whether the method moves its parameters far from the source values on purpose. If so, a large drift
             is no sign of a collapse.
@@ -64,12 +69,15 @@ class Info:
 
     paper: str = ""
     adapts: str = "nothing"
+    requires: tuple[str, ...] = ()
+    batch_statistics: bool = False
     remembers: str = "nothing"
     needs: tuple[str, ...] = ()
     augments: bool = False
     passes: tuple[int, int] = (1, 0)
     views: int = 1
     predicts_after: bool = False
+    replies_first: bool = False
     float16: bool = True
     far_from_source: bool = False
     recentre: str | None = None
@@ -118,7 +126,7 @@ class Method(nn.Module):
         """The configuration that creates an equal method: `type(method)(**method.config)`."""
         return {name: getattr(self, name) for name in self.options()}
 
-    def attach(self, vit: ViT, setup: Setup) -> Iterable[nn.Parameter]:
+    def attach(self, view: ModelView, setup: Setup) -> Iterable[nn.Parameter]:
         """Prepare a model for adaptation, and return the parameters that will adapt.
 
         Random numbers must be drawn from `setup.rng` only.
@@ -149,6 +157,14 @@ class Method(nn.Module):
     def extra_repr(self) -> str:
         """Return the configuration, for `repr`."""
         return ", ".join(f"{name}={value!r}" for name, value in self.config.items())
+
+
+RESNET_LR = 0.00025  # of TENT, EATA, SAR and DeYO for the norms of ResNet-50, at a batch of 64
+
+
+def lr_of_norms(view: ModelView, layer: float) -> float:
+    """Return the learning rate of the norms of a model for a batch of 64, where that of LayerNorm is `layer`."""
+    return layer if view.kind_of_norm == "layer" else RESNET_LR
 
 
 def scaled_lr(batch_size: int, at_64: float = 0.001) -> float:

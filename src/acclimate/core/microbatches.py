@@ -17,11 +17,13 @@ from torch import Tensor
 
 from ..errors import require_whole
 
+S = TypeVar("S")
 T = TypeVar("T")
 Rows = tuple[Tensor, ...]  # images, and other tensors with one row per sample
 
 MAX_WORKERS = 4  # each needs memory for one micro-batch and one gradient
 TOKENS_AT_ONCE = 2 * 197 * 768  # tokens times width of two images in ViT-B: efficient, and small in memory
+GRAPHS_AT_ONCE = 32 * 197 * 768  # the same of 32 images, whose graphs need about 2.5 GB
 GPU_SIZE = 32
 
 
@@ -48,10 +50,16 @@ class MicroBatches:
     ) -> list[T]:
         """Apply a function to consecutive parts in each worker, and return the results of the workers.
 
+        `run` may be called in another thread. `groups` explains the other arguments.
+        """
+        return self.map_groups(run, self.groups(batch, selective=selective, size=size))
+
+    def groups(self, batch: Rows, *, selective: bool = False, size: int | None = None) -> list[list[Rows]]:
+        """Return the parts of a batch for each worker.
+
         Each worker gets a contiguous sequence of parts, so that sums are always computed in the same order.
 
         Args:
-            run: A function of consecutive parts. It may be called in another thread.
             batch: Tensors with one row per sample, the images first.
             selective: Whether many samples may be rejected. If so, parts are smaller while many are.
             size: Samples in a part, unless the user chose a size.
@@ -61,11 +69,16 @@ class MicroBatches:
         part = self._part_size(batch[0], workers, selective, size)
         parts = list(zip(*(rows.split(part) for rows in batch)))
         workers = min(workers, len(parts))
-        if workers == 1:
-            return [run(parts)]
         bounds = [round(i * len(parts) / workers) for i in range(workers + 1)]
+        return [parts[a:b] for a, b in zip(bounds, bounds[1:])]
+
+    def map_groups(self, run: Callable[[Iterable[S]], T], groups: Sequence[Sequence[S]]) -> list[T]:
+        """Apply a function to each group of consecutive parts, which may be in another thread, and return the results."""
+        if len(groups) == 1:
+            return [run(groups[0])]
         stop = threading.Event()
-        tasks = [_pool(threads).submit(run, _until(stop, parts[a:b])) for a, b in zip(bounds, bounds[1:])]
+        pool = _pool(torch.get_num_threads())
+        tasks = [pool.submit(run, _until(stop, group)) for group in groups]
         try:
             return [task.result() for task in tasks]
         except BaseException:  # an error of a part, or an interrupt here: no worker may still use the model afterwards
@@ -87,6 +100,11 @@ class MicroBatches:
                 size //= 2
         return min(size, math.ceil(len(images) / workers))
 
+    @property
+    def graphs_at_once(self) -> int:
+        """The number of samples whose graphs may be kept while the rest of a batch is passed."""
+        return GRAPHS_AT_ONCE // self._work
+
     @contextmanager
     def undivided(self) -> Iterator[None]:
         """Let every batch be one part inside the block."""
@@ -97,7 +115,7 @@ class MicroBatches:
             self._size = size
 
 
-def _until(stop: threading.Event, parts: Sequence[Rows]) -> Iterator[Rows]:
+def _until(stop: threading.Event, parts: Sequence[S]) -> Iterator[S]:
     """Yield the parts, and end early if the event is set. The result of that worker is then not used."""
     for part in parts:
         if stop.is_set():
@@ -105,7 +123,8 @@ def _until(stop: threading.Event, parts: Sequence[Rows]) -> Iterator[Rows]:
         yield part
 
 
-def _compute_on(cores: int) -> None:
+def compute_on(cores: int) -> None:
+    """Let the calling thread compute on this number of cores."""
     torch.set_num_threads(cores)
     torch.get_num_threads()  # a thread reads the default of the process when it first uses torch: let it do so now
 
@@ -114,7 +133,7 @@ def _compute_on(cores: int) -> None:
 def _pool(threads: int) -> ThreadPoolExecutor:
     """Return the worker threads, which share the cores evenly and serve all adapters of the process."""
     workers = min(threads, MAX_WORKERS)
-    pool = ThreadPoolExecutor(workers, "acclimate", initializer=_compute_on, initargs=(threads // workers,))
+    pool = ThreadPoolExecutor(workers, "acclimate", initializer=compute_on, initargs=(threads // workers,))
     everybody = threading.Barrier(workers)
     for started in [pool.submit(everybody.wait) for _ in range(workers)]:
         started.result()

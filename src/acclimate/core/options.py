@@ -13,6 +13,7 @@ from ..errors import ConfigError, require_whole
 from .engine import PRECISIONS
 from .guard import Guard
 from .recentre import form_of
+from .reply import Budget
 
 COST_ONLY = {"micro_batch", "compile"}  # options that change the cost of a run, and the result only by rounding
 
@@ -31,6 +32,8 @@ class Options:
     mean: float | Sequence[float] | None = None
     std: float | Sequence[float] | None = None
     recentre: bool | str | None = None
+    reply: str = "last"
+    budget: str | float | None = None
 
     def __post_init__(self) -> None:
         if self.predict not in ("before", "after"):
@@ -39,6 +42,11 @@ class Options:
             raise ConfigError(f"guard={self.guard!r}: give an acclimate.Guard, or None for no guard.")
         if not isinstance(self.precision, str) or self.precision not in PRECISIONS:
             raise ConfigError(f"precision={self.precision!r}: choose one of {', '.join(PRECISIONS)}.")
+        if self.reply not in ("first", "last"):
+            raise ConfigError(f'reply={self.reply!r}: choose "first", after one forward pass, or "last", after the step.')
+        Budget(self.budget)  # raises an error if there is no such budget
+        if self.budget is not None and self.reply != "first":
+            raise ConfigError(f'budget={self.budget!r} goes with reply="first".')
         require_whole(0, seed=self.seed)
         form_of(self.recentre, None)  # raises an error if there is no such form
         if not isinstance(self.compile, (bool, str)):
@@ -48,11 +56,14 @@ class Options:
             raise ConfigError(f"compile={self.compile!r}: torch has no such backend. It has {known}.")
 
     @classmethod
-    def from_header(cls, header: Mapping[str, Any], *, compile: bool | str) -> Options:
-        """Return the options of a state file. A file never decides to compile, though old ones say what was compiled."""
+    def from_header(cls, header: Mapping[str, Any], **own: Any) -> Options:
+        """Return the options of a state file, and those of this process: `compile`, `reply` and `budget`.
+
+        A file never decides to compile, though old ones say what was compiled.
+        """
         guard = header["guard"]
         plain = {name: value for name, value in header.items() if name not in ("compile", "guard")}
-        return cls(**plain, guard=None if guard is None else Guard(**guard), compile=compile)
+        return cls(**plain, guard=None if guard is None else Guard(**guard), **own)
 
     def new_guard(self) -> Guard | None:
         """Return a new guard, because every adapter needs its own."""

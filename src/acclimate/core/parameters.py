@@ -128,6 +128,11 @@ class AdaptedParameters:
         """Move the parameters a share of their way to the source values."""
         torch._foreach_lerp_(self.tensors, self.source, share)
 
+    @torch.no_grad()
+    def shorten_step(self, before: Mapping[str, Tensor], share: float) -> None:
+        """Keep only a share of the step from the values that the parameters had before."""
+        torch._foreach_lerp_(self.tensors, [before[name] for name in self.named], 1 - share)
+
     def drift(self) -> float:
         """Return the distance from the source values, divided by the norm of the source values.
 

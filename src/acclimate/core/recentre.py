@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..models.view import ViT
+from ..models.view import ModelView
 from .engine import entropy
 from .statecheck import Range
 
@@ -39,7 +39,7 @@ FORMS = {
 }
 WINDOW = 512  # images after which the weight of an image in the centre has fallen to 1/e
 ORDER_WINDOW = 256  # the same for what is known about the order
-GROUP = 64  # images whose mean is compared with that of others
+GROUP = 16  # consecutive images whose mean is compared with that of others
 RANDOM = 2.0  # largest ratio of the variances between and within groups for a random order
 INFORMED = 0.25  # least information of predictions of many classes, as a share of the largest possible one
 SURE = 0.45  # largest mean entropy of sure predictions, as a share of that of a uniform one
@@ -109,6 +109,13 @@ class Order(nn.Module):
             plain: The logits with the plain mean as the centre.
             corrected: The logits with the corrected centre.
         """
+        for group in zip(*(tensor.split(GROUP) for tensor in (products, plain, corrected))):
+            self._start(*group)
+            if float(self.started) >= GROUP:
+                self._complete()
+
+    def _start(self, products: Tensor, plain: Tensor, corrected: Tensor) -> None:
+        """Add images to the group that is not yet complete."""
         count, mean = len(products), products.mean(0)
         distance = mean - self.started_mean
         common = self.started * count / (self.started + count)
@@ -118,8 +125,6 @@ class Order(nn.Module):
         self.started_prediction.add_(plain.softmax(-1).sum(0))
         self.started_entropy.add_(entropy(plain).sum())
         self.started_doubt.add_(entropy(corrected).sum())
-        if float(self.started) >= GROUP:
-            self._complete()
 
     def _complete(self) -> None:
         """Add the group that was started to the complete ones, and start another."""
@@ -165,25 +170,27 @@ class Recentring(nn.Module):
     """The centre of a stream, and the sums from which it is computed. Older images have less weight in these.
 
     Args:
-        vit: The model. Its head must be a linear function of the features.
+        view: The model. Its head must be a linear function of the features.
         classes: Number of the target's classes.
         form: One of `FORMS`.
+        window: The number of images after which the weight of an image has fallen to 1/e.
     """
 
     ranges: Mapping[str, Range] = dict.fromkeys(("images", "variance", "prediction"), NOT_NEGATIVE)
 
-    def __init__(self, vit: ViT, classes: int, form: str) -> None:
+    def __init__(self, view: ModelView, classes: int, form: str, *, window: int = WINDOW) -> None:
         super().__init__()
         self.form = form
+        self.window = window
         self.centre: Tensor
         self.images: Tensor  # their weight
         self.mean: Tensor  # of the features
         self.prediction: Tensor  # mean prediction
         self.covariance: Tensor  # of the features with the expected rows, summed over the images and the dimensions
         self.variance: Tensor  # of the expected rows, summed in the same way
-        like = torch.zeros((), dtype=vit.precise, device=vit.device)
+        like = torch.zeros((), dtype=view.precise, device=view.device)
         for name in ("centre", "mean"):
-            self.register_buffer(name, like.new_zeros(vit.head.in_features))
+            self.register_buffer(name, like.new_zeros(view.feature_width))
         self.register_buffer("prediction", like.new_zeros(classes))
         for name in ("images", "covariance", "variance"):
             self.register_buffer(name, like.clone())
@@ -222,7 +229,7 @@ class Recentring(nn.Module):
     def _add(self, features: Tensor, predictions: Tensor, weight: Tensor) -> None:
         """Add a batch to the mean features and predictions, and to the covariance of features with expected rows."""
         count, mean, prediction = len(features), features.mean(0), predictions.mean(0)
-        age = math.exp(-count / WINDOW)
+        age = math.exp(-count / self.window)
         old = age * self.images
         common = old * count / (old + count)
         to_mean, to_prediction = mean - self.mean, prediction - self.prediction

@@ -8,13 +8,15 @@ import os
 import pkgutil
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from ..errors import ConfigError, suggest
+from ..errors import ConfigError, ModelError, suggest
+from ..models.trace import title
+from ..models.view import PARTS, ModelView
 from .digests import digest_json
 from .files import file_digest
 from .method import Method
@@ -94,6 +96,29 @@ def create_method(method: str | type[Method], options: Mapping[str, Any]) -> Met
             hint = suggest(name.lower(), known, 0.5)
             raise ConfigError(f"{cls.name or cls.__name__} has no option {name!r}.{hint} Options: {', '.join(known)}.")
     return cls(**options)
+
+
+def require_parts_of_model(method: Method, view: ModelView, needed: Sequence[str], *, what: str | None = None) -> None:
+    """Refuse a model without a part that a method needs, and name the methods that suit the model.
+
+    Args:
+        method: The method.
+        view: The model.
+        needed: The names of parts in `PARTS`.
+        what: What needs them. Default: the method.
+    """
+    has = view.parts
+    missing = [part for part in needed if part not in has]
+    if missing:
+        raise ModelError(
+            f"{what or method.name or type(method).__name__} needs {PARTS[missing[0]]}, which {title(view.model)} lacks. "
+            f"Methods that suit this model: {', '.join(fitting_methods(view))}."
+        )
+
+
+def fitting_methods(view: ModelView) -> list[str]:
+    """Return the names of the methods that suit a model."""
+    return [name for name in list_methods() if {*_REGISTRY[name].info.requires} <= {*view.parts}]
 
 
 def is_registered(method: Method) -> bool:

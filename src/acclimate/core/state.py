@@ -178,4 +178,4 @@ class State:
             for path, child in module.named_modules():
                 above = f"{part}/{path}." if path else f"{part}/"
                 ranges |= {f"{above}{name}": limits for name, limits in getattr(child, "ranges", {}).items()}
-        return ranges | {"guard/predictions": (0, self._engine.num_classes - 1)}
+        return ranges

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from .. import __version__
 from ..errors import ConfigError, InputError, StateError, require_whole, suggest
-from ..models.families import view
+from ..models.families import view_of
 from ..models.fingerprint import fingerprint, require_same
-from ..models.view import ViT, parameters_of
+from ..models.view import PARTS, ModelView, parameters_of, require_supported
 from . import statefile
 from .engine import Engine, keep_all
 from .statecheck import AllocationLimit, fitted, require_model_parts, require_parts, require_real
@@ -50,12 +50,13 @@ class Statistic:
         "acclimate.source_statistics(model, clean_images), or on the command line: "
         "acclimate source-statistics --model NAME --data folder --root DIR --out stats.safetensors"
     )
+    requires: ClassVar[str | None] = None  # the part that a model must have, of `PARTS`
     learned: ClassVar[bool] = False  # whether it is trained, instead of computed by `source_statistics`
 
     def __init_subclass__(cls) -> None:
         KINDS[cls.kind] = cls
 
-    def __init__(self, vit: ViT) -> None:
+    def __init__(self, view: ModelView) -> None:
         """Set all sums to zero, in the shapes that this model needs."""
 
     def add(self, images: Tensor, labels: Tensor | None, engine: Engine) -> None:
@@ -67,12 +68,12 @@ class Statistic:
         raise NotImplementedError
 
     @classmethod
-    def empty(cls, vit: ViT, about: Mapping[str, Any]) -> dict[str, Tensor]:
+    def empty(cls, view: ModelView, about: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return tensors of zeros in the right shapes.
 
         They serve a method whose constants are then read from its state file, and tell what a file of statistics must hold.
         """
-        return cls(vit).result()
+        return cls(view).result()
 
     @classmethod
     def never_negative(cls, name: str) -> bool:
@@ -96,9 +97,10 @@ class Fisher(Statistic):
     """
 
     kind = "fisher"
+    requires = "norms"
 
-    def __init__(self, vit: ViT) -> None:
-        self._names = norm_names(vit)
+    def __init__(self, view: ModelView) -> None:
+        self._names = norm_names(view)
         self._sums = [torch.zeros_like(p, dtype=torch.float64, device="cpu") for p in self._names]
         self._batches = 0
 
@@ -130,17 +132,18 @@ class Features(Statistic):
     """
 
     kind = "features"
+    requires = "features"
 
-    def __init__(self, vit: ViT) -> None:
-        self._powers = torch.zeros(3, vit.width, dtype=torch.float64)  # sums; precise enough for values below 1
-        self._classes = torch.zeros(vit.classes, vit.width, dtype=torch.float64)
-        self._counts = torch.zeros(vit.classes, dtype=torch.int64)
+    def __init__(self, view: ModelView) -> None:
+        self._powers = torch.zeros(3, view.feature_width, dtype=torch.float64)  # sums; precise enough for values below 1
+        self._classes = torch.zeros(view.classes, view.feature_width, dtype=torch.float64)
+        self._counts = torch.zeros(view.classes, dtype=torch.int64)
 
     @torch.no_grad()
     def add(self, images: Tensor, labels: Tensor | None, engine: Engine) -> None:
         """Add the powers of the features of one batch, and their sums for each class."""
         for start in range(0, len(images), AT_ONCE):
-            features, logits = engine.vit.features(images[start : start + AT_ONCE])
+            features, logits = engine.view.features(images[start : start + AT_ONCE])
             classes = logits.argmax(-1) if labels is None else labels[start : start + AT_ONCE]
             hidden, classes = squashed(features).cpu().double(), classes.cpu()
             for power, total in enumerate(self._powers, start=1):
@@ -168,13 +171,14 @@ class Features(Statistic):
 class ClassTokens(Statistic):
     """Mean and standard deviation of the class token after every block, concatenated as in FOA.
 
-    `mean` and `std` have the length of what `ViT.class_tokens` returns. The standard deviation of a single image is zero.
+    `mean` and `std` have the length of what `ModelView.class_tokens` returns. The standard deviation of one image is zero.
     """
 
     kind = "class_tokens"
+    requires = "blocks"
 
-    def __init__(self, vit: ViT) -> None:
-        self._powers = torch.zeros(2, vit.class_tokens_width, dtype=torch.float64)
+    def __init__(self, view: ModelView) -> None:
+        self._powers = torch.zeros(2, view.class_tokens_width, dtype=torch.float64)
         self._count = 0
 
     def add(self, images: Tensor, labels: Tensor | None, engine: Engine) -> None:
@@ -203,8 +207,8 @@ class Logits(Statistic):
 
     kind = "logits"
 
-    def __init__(self, vit: ViT) -> None:
-        self._parts = [torch.zeros(0, vit.classes)]
+    def __init__(self, view: ModelView) -> None:
+        self._parts = [torch.zeros(0, view.classes)]
 
     def add(self, images: Tensor, labels: Tensor | None, engine: Engine) -> None:
         """Add the logits of one batch."""
@@ -215,9 +219,9 @@ class Logits(Statistic):
         return {"logits": torch.cat(self._parts)}
 
     @classmethod
-    def empty(cls, vit: ViT, about: Mapping[str, Any]) -> dict[str, Tensor]:
+    def empty(cls, view: ModelView, about: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return zeros for as many images as there were."""
-        return {"logits": torch.zeros(about["samples"], vit.classes)}
+        return {"logits": torch.zeros(about["samples"], view.classes)}
 
 
 def mean_and_std(sums: Tensor, squares: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -235,10 +239,10 @@ def squashed(features: Tensor) -> Tensor:
     return F.layer_norm(features, features.shape[-1:], eps=1e-5).tanh()
 
 
-def norm_names(vit: ViT) -> dict[nn.Parameter, str]:
+def norm_names(view: ModelView) -> dict[nn.Parameter, str]:
     """Return the parameters of the norms in order, with their names in the model. Call it before any surgery."""
-    names = {p: name for name, p in vit.model.named_parameters()}
-    return {p: names[p] for p in parameters_of(vit.norms)}
+    names = {p: name for name, p in view.model.named_parameters()}
+    return {p: names[p] for p in parameters_of(view.norms)}
 
 
 def _own_cross_entropy(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -291,13 +295,13 @@ class SourceStatistics:
         require_real(f"{path} does not hold source statistics", tensors)
         return cls(tensors, header["model"], header["about"], str(path))
 
-    def require_fitting(self, kinds: Iterable[str], vit: ViT) -> None:
+    def require_fitting(self, kinds: Iterable[str], view: ModelView) -> None:
         """Refuse statistics of these kinds whose tensors do not fit a model."""
         what = f"{self.origin} does not fit this model"
         for kind in kinds:
             try:
-                with AllocationLimit(what, [*self.tensors.values(), *vit.model.parameters()]):
-                    expected = KINDS[kind].empty(vit, self.about)
+                with AllocationLimit(what, [*self.tensors.values(), *view.model.parameters()]):
+                    expected = KINDS[kind].empty(view, self.about)
             except (ConfigError, KeyError, TypeError, ValueError, OverflowError) as error:  # sizes that are none
                 raise StateError(f"{what}: {type(error).__name__}: {error}.") from error
             ranges = {name: (0.0, math.inf) for name in expected if KINDS[kind].never_negative(name)}
@@ -334,7 +338,7 @@ def source_statistics(
             are needed.
         kinds: The kinds of statistics: "fisher" (for EATA), "features" (moments and class means, for CFA), "class_tokens"
             (mean and standard deviation after every block, for FOA, ReCAP and ActMAD), "logits" (of every image, for POEM).
-            Default: all of them.
+            Default: all that suit the model.
         samples: The largest number of images to use. EATA's authors use 2000.
         batch_size: The size of the batches that the Fisher information is averaged over. The scale of the Fisher information
             depends on it. The authors use the batch size of the stream. Images are regrouped into batches of this size,
@@ -347,24 +351,28 @@ def source_statistics(
     """
     require_whole(1, samples=samples, batch_size=batch_size)
     known = computed_kinds()
-    kinds = known if kinds is None else kinds
-    for kind in kinds:
+    for kind in kinds or ():
         if kind not in known:
             raise ConfigError(
                 f"kinds: there is no {kind!r}.{suggest(str(kind), known, 0.5)} Choose from {', '.join(known)}."
             )
-    if not kinds:
+    if kinds is not None and not kinds:
         raise ConfigError(f"kinds: name at least one of {', '.join(known)}.")
     require_unwrapped(model, "take the statistics of the plain source model, before adapt().")
-    vit = view(model)
-    mine = {"class": type(model).__name__, **fingerprint(vit, model.state_dict())}
-    made = [KINDS[kind](vit) for kind in dict.fromkeys(kinds)]
+    view = view_of(model)
+    model, parts = view.model, view.parts
+    suited = [kind for kind in known if KINDS[kind].requires in (None, *parts)]
+    kinds = suited if kinds is None else kinds
+    for kind in kinds:
+        needed = KINDS[kind].requires
+        require_supported(model, kind in suited, f"{kind!r} statistics need {PARTS[needed or 'norms']}")
+    mine = {"class": type(model).__name__, **fingerprint(view, model.state_dict())}
+    made = [KINDS[kind](view) for kind in dict.fromkeys(kinds)]
     count, labelled = 0, True
-    with _at_rest(vit):
-        engine = Engine(
-            vit, {name: p for p, name in norm_names(vit).items()}, micro_batch=micro_batch, rng=torch.Generator()
-        )
-        for batch, classes in _regrouped(_pieces(images, labels, vit), batch_size, samples):
+    norms = norm_names(view) if "norms" in parts else {}
+    with _at_rest(view, norms):
+        engine = Engine(view, {name: p for p, name in norms.items()}, micro_batch=micro_batch, rng=torch.Generator())
+        for batch, classes in _regrouped(_pieces(images, labels, view), batch_size, samples):
             for statistic in made:
                 statistic.add(batch, classes, engine)
             count += len(batch)
@@ -375,12 +383,14 @@ def source_statistics(
     return SourceStatistics(_named(made), mine, about)
 
 
-def empty_statistics(kinds: Iterable[str], vit: ViT, model: Mapping[str, str], about: Mapping[str, Any]) -> SourceStatistics:
+def empty_statistics(
+    kinds: Iterable[str], view: ModelView, model: Mapping[str, str], about: Mapping[str, Any]
+) -> SourceStatistics:
     """Return statistics of zeros in the right shapes.
 
     They serve a method whose constants are then read from its state file.
     """
-    tensors = {f"{kind}/{name}": t for kind in kinds for name, t in KINDS[kind].empty(vit, about).items()}
+    tensors = {f"{kind}/{name}": t for kind in kinds for name, t in KINDS[kind].empty(view, about).items()}
     return SourceStatistics(tensors, model, about)
 
 
@@ -408,16 +418,16 @@ def require_statistics(
             f"{', '.join(missing)}. Make them by {kind.how}"
         )
     require_same(f"{statistics.origin} holds the source statistics", statistics.model, model, mine)
-    statistics.require_fitting(needs, view(model))
+    statistics.require_fitting(needs, view_of(model))
     return statistics
 
 
-def constants(tensors: Iterable[Tensor], vit: ViT) -> nn.ParameterList:
+def constants(tensors: Iterable[Tensor], view: ModelView) -> nn.ParameterList:
     """Return tensors as constants that a method keeps and never changes.
 
     Constants are part of the state file, but not of every snapshot.
     """
-    return nn.ParameterList(nn.Parameter(t.detach().clone().to(vit.device), requires_grad=False) for t in tensors)
+    return nn.ParameterList(nn.Parameter(t.detach().clone().to(view.device), requires_grad=False) for t in tensors)
 
 
 def _named(made: Iterable[Statistic]) -> dict[str, Tensor]:
@@ -425,15 +435,15 @@ def _named(made: Iterable[Statistic]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _at_rest(vit: ViT) -> Iterator[None]:
-    """Keep the model in evaluation mode, with gradients for its norms only, inside the block.
+def _at_rest(view: ModelView, learned: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Keep the model in evaluation mode, with gradients for some parameters only, inside the block.
 
     All flags are restored afterwards.
     """
-    training = {module: module.training for module in vit.model.modules()}
-    required = {p: p.requires_grad for p in vit.model.parameters()}
-    vit.model.eval().requires_grad_(False)
-    for p in parameters_of(vit.norms):
+    training = {module: module.training for module in view.model.modules()}
+    required = {p: p.requires_grad for p in view.model.parameters()}
+    view.model.eval().requires_grad_(False)
+    for p in learned:
         p.requires_grad_(True)
     try:
         yield
@@ -445,7 +455,9 @@ def _at_rest(vit: ViT) -> Iterator[None]:
             p.grad = None
 
 
-def _pieces(images: Tensor | Iterable[Any], labels: Tensor | None, vit: ViT) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _pieces(
+    images: Tensor | Iterable[Any], labels: Tensor | None, view: ModelView
+) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield the checked images with their labels, in the order and in the batches in which they come."""
     if isinstance(images, Tensor):
         images = [(images, labels)]
@@ -453,16 +465,16 @@ def _pieces(images: Tensor | Iterable[Any], labels: Tensor | None, vit: ViT) -> 
         raise ConfigError("labels= goes with one tensor of images; a loader gives tuples of images and labels.")
     for item in images:
         batch, classes = (item, None) if isinstance(item, Tensor) else (*item, None)[:2]
-        batch = vit.check(batch)
+        batch = view.check(batch)
         if classes is not None:
             classes = torch.as_tensor(classes)
             if (
                 len(classes) != len(batch)
                 or classes.is_floating_point()
-                or not 0 <= classes.min() <= classes.max() < vit.classes
+                or not 0 <= classes.min() <= classes.max() < view.classes
             ):
                 raise InputError(
-                    f"Labels must be whole numbers from 0 to {vit.classes - 1}, columns of the model's head, one per image."
+                    f"Labels must be whole numbers from 0 to {view.classes - 1}, columns of the model's head, one per image."
                 )
         yield batch, classes
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import ModelError, StateError
-from ..models.families import view
+from ..models.families import bare, view_of
 from ..models.view import require_supported
 
 _WRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # adapters, and the models that they wrap
@@ -20,7 +20,7 @@ _WRAPPED: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # adapters, and the mo
 
 def require_unwrapped(model: nn.Module, advice: str) -> None:
     """Refuse an adapter, and a model that an adapter has wrapped already."""
-    if isinstance(model, nn.Module) and model in _WRAPPED:
+    if isinstance(model, nn.Module) and (model in _WRAPPED or bare(model) in _WRAPPED):
         raise ModelError(f"This model is wrapped already: {advice}")
 
 
@@ -38,8 +38,9 @@ class WrappedModel:
 
     def __init__(self, model: nn.Module) -> None:
         require_unwrapped(model, "call unwrap() on its adapter first.")
-        self.model = model
-        self.vit = view(model)
+        self.given = model  # perhaps compiled, or in a DataParallel
+        self.view = view_of(model)
+        self.model = model = self.view.model
         real = not any(p.is_meta for p in model.parameters())
         require_supported(
             model, real, "its weights are on the meta device. Load them first (model.to_empty, load_state_dict)"
@@ -74,13 +75,13 @@ class WrappedModel:
         buffers = {name: owners[id(tensor)] for name, tensor in self.weights.items() if id(tensor) in owners}
         yield
         self.weights |= {name: module._buffers[key] for name, (module, key) in buffers.items()}
-        self.vit.convert_own_head(fn)
+        self.view.convert_own_head(fn)
 
     def give_back(self) -> None:
         """Undo the surgery and restore all flags. The values of the parameters are not changed."""
         if self._refusal is not None:
             self._refusal.remove()
-        self.vit.restore()
+        self.view.restore()
         for module, training in self._training.items():
             module.training = training
         for p, required in self._required_grad.items():
