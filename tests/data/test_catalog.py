@@ -27,14 +27,14 @@ from acclimate.data.layouts import LAYOUTS, synsets
 from acclimate.data.preprocess import Input, Preprocess, input_of
 from acclimate.data.streams import SAR_DIGESTS, Stream
 from acclimate.errors import ConfigError, InputError, ModelError, UnreadableError
-from acclimate.testing.check import tiny_vit
+from acclimate.testing.check import tiny_model
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
 AS_IT_IS = Preprocess(None, 8, MEAN, STD)
 WNIDS = synsets()
 
 
-def vit(classes=1000, size=32, **config):
+def view(classes=1000, size=32, **config):
     model = VisionTransformer(img_size=size, patch_size=8, embed_dim=8, depth=1, num_heads=1, num_classes=classes)
     model.pretrained_cfg = dict(mean=MEAN, std=STD, input_size=(3, 224, 224), crop_pct=0.9) | config
     return model
@@ -133,7 +133,7 @@ def test_a_layouts_preprocessing():
 @pytest.mark.parametrize("family", ["hf", "torchvision", "timm"])
 def test_normalisation_is_never_assumed(family):
     pytest.importorskip({"hf": "transformers"}.get(family, family))
-    model = tiny_vit(family)  # the timm one was not made by create_model: it has no configuration
+    model = tiny_model(family)  # the timm one was not made by create_model: it has no configuration
     with pytest.raises(ConfigError, match=r"does not say how its images are normalised: give mean= and std="):
         input_of(model)
     with pytest.raises(ConfigError, match="give both, or neither"):
@@ -142,7 +142,7 @@ def test_normalisation_is_never_assumed(family):
 
 
 def test_given_normalisation_is_taken(photos):
-    (domain,) = open_data("folder", photos, vit(3), mean=(0, 0, 0), std=(1, 1, 1)).domains
+    (domain,) = open_data("folder", photos, view(3), mean=(0, 0, 0), std=(1, 1, 1)).domains
     assert domain.preprocess == Preprocess(35, 32, (0, 0, 0), (1, 1, 1))
 
 
@@ -166,7 +166,7 @@ def test_models_that_cannot_be_prepared_for():
     with pytest.raises(ModelError):
         input_of(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"no squares of one size \(32 x 48\): give a Preprocess"):
-        input_of(vit(size=(32, 48)))
+        input_of(view(size=(32, 48)))
 
 
 # Image files
@@ -180,7 +180,7 @@ def test_a_image_too_small_is_no_frame_of_black(photos):
 
 def test_damaged_images_are_named(photos):
     (photos / "cat/b.png").write_bytes((photos / "cat/b.png").read_bytes()[:200])
-    (domain,) = open_data("folder", photos, vit(3)).domains
+    (domain,) = open_data("folder", photos, view(3)).domains
     with pytest.raises(UnreadableError, match=r"cat/b.png cannot be read as an image"):
         domain.load(np.array([0, 1]))
     (photos / "dog/a.png").unlink()
@@ -247,7 +247,7 @@ def test_identity_knows_the_ice(photos, tmp_path):
 
 
 def test_pickling_is_cheap(photos):
-    (domain,) = open_data("folder", photos, vit(3), Selection(corruptions=["snow"])).domains
+    (domain,) = open_data("folder", photos, view(3), Selection(corruptions=["snow"])).domains
     again = pickle.loads(pickle.dumps(domain))
     assert torch.equal(again.load(np.arange(5)), domain.load(np.arange(5)))
     assert again.identity == domain.identity
@@ -256,7 +256,7 @@ def test_pickling_is_cheap(photos):
 
 
 def test_workers_change_nothing(photos):
-    domains = open_data("folder", photos, vit(3), Selection(corruptions=["fog", "snow", "gaussian_noise"])).domains
+    domains = open_data("folder", photos, view(3), Selection(corruptions=["fog", "snow", "gaussian_noise"])).domains
     streams = [Stream(domains, "mixed", batch_size=4, workers=workers) for workers in (0, 2)]
     for one, other in zip(*streams, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other))
@@ -267,7 +267,7 @@ def test_workers_change_nothing(photos):
 
 def test_corruptions_are_made_after_the_crop_and_by_the_place_in_the_sorted_list(photos):
     domains = open_data(
-        "folder", photos, vit(3), Selection(corruptions=["gaussian_noise", "fog"], severities=[2, 3], seed=4)
+        "folder", photos, view(3), Selection(corruptions=["gaussian_noise", "fog"], severities=[2, 3], seed=4)
     ).domains
     assert [domain.key for domain in domains] == [(n, s) for n in ("gaussian_noise", "fog") for s in (2, 3)]
     crop = transforms.Compose([transforms.Resize(35), transforms.CenterCrop(32)])
@@ -284,7 +284,7 @@ def test_corruptions_are_made_after_the_crop_and_by_the_place_in_the_sorted_list
 
 def test_constants_of_a_corruption(photos):
     domains = [
-        open_data("folder", photos, vit(3), Selection(corruptions=["fog"], constants=constants)).domains[0]
+        open_data("folder", photos, view(3), Selection(corruptions=["fog"], constants=constants)).domains[0]
         for constants in (None, "cifar-10-c", "imagenet-c")
     ]
     mild, same, strong = (domain.load(np.arange(5)) for domain in domains)
@@ -300,7 +300,7 @@ def test_imagenet_c(tmp_path):
     for name in ("fog", "blur/zoom_blur"):  # the archives may be unpacked into folders of their own
         write(tmp_path, *(f"{name}/{s}/{wnid}/ILSVRC2012_val_{k}.JPEG" for s in (3, 5) for wnid in few for k in (2, 1)))
     data = open_data(
-        "imagenet-c", tmp_path, vit(), Selection(corruptions=["zoom_blur", "fog"], severities=[5, 3], partial=True)
+        "imagenet-c", tmp_path, view(), Selection(corruptions=["zoom_blur", "fog"], severities=[5, 3], partial=True)
     )
     assert [d.key for d in data.domains] == [("zoom_blur", 5), ("zoom_blur", 3), ("fog", 5), ("fog", 3)]
     assert data.domains[0].labels.tolist() == [0, 0, 7, 7, 999, 999]  # by the list of all, not by the folders that are there
@@ -348,21 +348,21 @@ def test_one_image_less_is_noticed(whole):
 def test_a_part_of_imagenets_classes(tmp_path, name):
     wnids = synsets(name.replace("-", "_"))
     write(tmp_path, *(f"{wnids[i]}/x.jpg" for i in (0, 3, 199)))
-    data = open_data(name, tmp_path, vit(), Selection(partial=True))
+    data = open_data(name, tmp_path, view(), Selection(partial=True))
     assert data.domains[0].labels.tolist() == [0, 3, 199]
     assert len(data.classes) == data.num_classes == 200 and data.classes == sorted(data.classes)
     assert [WNIDS[data.classes[i]] for i in (0, 3, 199)] == [wnids[i] for i in (0, 3, 199)]
     assert [domain.key.name for domain in data.domains] == [name]
     assert "200 classes, a part of the model's" in repr(data)
-    assert open_data(name, tmp_path, vit(200), Selection(partial=True)).classes is None
+    assert open_data(name, tmp_path, view(200), Selection(partial=True)).classes is None
     assert open_data(name, tmp_path, AS_IT_IS, Selection(partial=True)).classes == data.classes
     with pytest.raises(ConfigError, match=f"head of the model has 10 classes, and {name} has 200"):
-        open_data(name, tmp_path, vit(10), Selection(partial=True))
+        open_data(name, tmp_path, view(10), Selection(partial=True))
 
 
 def test_numbered_folders_are_sorted_by_number(tmp_path):
     write(tmp_path, *(f"{i}/x.jpeg" for i in (10, 2, 999, 0)))
-    data = open_data("imagenet-v2", tmp_path, vit(), Selection(partial=True))
+    data = open_data("imagenet-v2", tmp_path, view(), Selection(partial=True))
     assert data.domains[0].labels.tolist() == [0, 2, 10, 999]
     assert [os.path.basename(os.path.dirname(data.domains[0].path(i))) for i in range(4)] == ["0", "2", "10", "999"]
     assert data.classes is None and data.num_classes == 1000
@@ -371,9 +371,9 @@ def test_numbered_folders_are_sorted_by_number(tmp_path):
 @pytest.mark.parametrize(("name", "below"), [("imagenet", ""), ("imagenet", "val/"), ("imagenet-sketch", "")])
 def test_imagenet_and_sketches(tmp_path, name, below):
     write(tmp_path, f"{below}{WNIDS[5]}/x.JPEG", f"{below}{WNIDS[2]}/x.JPEG")
-    data = open_data(name, tmp_path, vit(), Selection(partial=True))
+    data = open_data(name, tmp_path, view(), Selection(partial=True))
     assert data.domains[0].labels.tolist() == [2, 5] and data.domains[0].key.name == name
-    corrupted = open_data(name, tmp_path, vit(), Selection(partial=True, corruptions=["fog", "snow"]))
+    corrupted = open_data(name, tmp_path, view(), Selection(partial=True, corruptions=["fog", "snow"]))
     assert [d.key for d in corrupted.domains] == [("fog", 5), ("snow", 5)]
 
 
@@ -396,7 +396,7 @@ def test_visda(tmp_path):
     (tmp_path / "val_filelists").mkdir()
     (tmp_path / "val_filelists/imagenet_c_r.txt").write_text("val_data/c.JPEG 7\n./val_data/a b.JPEG 999\n\n")
     (tmp_path / "open.txt").write_text("val_data/c.JPEG 1000\nval_data/a b.JPEG 1234\nval_data/d.JPEG 3\n")
-    model = vit()
+    model = view()
     data = open_data("visda-2021", tmp_path, model)
     (domain,) = data.domains
     assert domain.labels.tolist() == [7, 999] and (data.num_classes, data.unknown, data.classes) == (1000, 1000, None)
@@ -438,7 +438,7 @@ def test_office_home(tmp_path, spelling):
     things = ("TV", "Table", "Alarm_Clock")  # sorted as ImageFolder does: capitals first
     for domain in ("Art", "Clipart", "Product", spelling):
         write(tmp_path, *(f"{domain}/{thing}/00001.jpg" for thing in things if (domain, thing) != ("Art", "TV")))
-    data = open_data("office-home", tmp_path, vit(3), Selection(partial=True))
+    data = open_data("office-home", tmp_path, view(3), Selection(partial=True))
     assert data.class_names == ["Alarm_Clock", "TV", "Table"]
     assert [domain.key.name for domain in data.domains] == ["Art", "Clipart", "Product", "Real World"]
     assert data.domains[0].labels.tolist() == [0, 2] and data.domains[3].labels.tolist() == [0, 1, 2]
@@ -449,14 +449,14 @@ def test_office_home(tmp_path, spelling):
         ("Art", "Real World"),
         ("Clipart", "Art"),
     ]
-    two = open_data("office-home", tmp_path, vit(3), Selection(domains=["Real World", "Art"], partial=True))
+    two = open_data("office-home", tmp_path, view(3), Selection(domains=["Real World", "Art"], partial=True))
     assert [domain.key.name for domain in two.domains] == ["Real World", "Art"]
     with pytest.raises(InputError, match="3 classes instead of 65"):
-        open_data("office-home", tmp_path, vit(3))
+        open_data("office-home", tmp_path, view(3))
 
 
 def test_a_folder_of_any_classes(photos):
-    data = open_data("folder", photos, vit(3))
+    data = open_data("folder", photos, view(3))
     reference = datasets.ImageFolder(photos)
     assert data.domains[0].labels.tolist() == reference.targets and data.class_names == reference.classes
     assert [data.domains[0].path(i) for i in range(5)] == [path for path, _ in reference.samples]
@@ -464,18 +464,18 @@ def test_a_folder_of_any_classes(photos):
     with pytest.raises(
         ConfigError, match=rf"has 1000 classes, and folder has 3: .* like {WNIDS[0]} \(not so: cat, dog, emu\)"
     ):
-        open_data("folder", photos, vit())
+        open_data("folder", photos, view())
     (photos / "eel").mkdir()
     with pytest.raises(InputError, match=r"1 of 4 classes have no images \(eel\)"):
-        open_data("folder", photos, vit(4))
-    assert open_data("folder", photos, vit(4), Selection(partial=True)).domains[0].labels.tolist() == [0, 0, 1, 1, 3]
+        open_data("folder", photos, view(4))
+    assert open_data("folder", photos, view(4), Selection(partial=True)).domains[0].labels.tolist() == [0, 0, 1, 1, 3]
 
 
 def test_a_folder_of_imagenets_classes(tmp_path):
     write(tmp_path, *(f"{WNIDS[i]}/x.JPEG" for i in (500, 20, 3)))
-    data = open_data("folder", tmp_path, vit())
+    data = open_data("folder", tmp_path, view())
     assert data.domains[0].labels.tolist() == [0, 1, 2] and data.classes == [3, 20, 500]
-    assert open_data("folder", tmp_path, vit(3)).classes is None  # a head for just these
+    assert open_data("folder", tmp_path, view(3)).classes is None  # a head for just these
 
 
 # Arrays
@@ -492,7 +492,7 @@ def cifar(tmp_path):
 
 
 def test_cifar(cifar):
-    data = open_data("cifar-10-c", cifar, vit(10), Selection(severities=[1, 5], partial=True))
+    data = open_data("cifar-10-c", cifar, view(10), Selection(severities=[1, 5], partial=True))
     assert [d.key for d in data.domains] == [(name, s) for name in CORRUPTIONS for s in (1, 5)]
     assert "gaussian_noise/1 ... jpeg_compression/5 (30 domains); 120 images; 10 classes" in repr(data)
     stored = np.load(cifar / "shot_noise.npy")
@@ -501,15 +501,15 @@ def test_cifar(cifar):
         assert np.array_equal(shown(domain, 2), stored[start + 2])
     one = data.domains[3].load(np.array([2, 0, 2]))
     assert one.shape == (3, 3, 32, 32) and torch.equal(one[0], one[2])
-    large = open_data("cifar-10-c", cifar, vit(10, size=48), Selection(partial=True)).domains[1]
+    large = open_data("cifar-10-c", cifar, view(10, size=48), Selection(partial=True)).domains[1]
     expected = Image.fromarray(stored[17]).resize((48, 48), Image.Resampling.BILINEAR)
     assert np.array_equal(shown(large, 1), np.asarray(expected))
     with pytest.raises(ConfigError, match="head of the model has 7 classes, and cifar-10-c has 10"):
-        open_data("cifar-10-c", cifar, vit(7), Selection(partial=True))
+        open_data("cifar-10-c", cifar, view(7), Selection(partial=True))
 
 
 def test_an_array_is_never_read_whole(cifar):
-    domain = open_data("cifar-10-c", cifar, vit(10), Selection(partial=True)).domains[1]
+    domain = open_data("cifar-10-c", cifar, view(10), Selection(partial=True)).domains[1]
     assert isinstance(domain._array, np.memmap)
     assert len(pickle.dumps(domain)) < 2000  # not the array
     again = pickle.loads(pickle.dumps(domain))
@@ -520,7 +520,7 @@ def test_an_array_is_never_read_whole(cifar):
 
 def test_the_identity_of_arrays(cifar, tmp_path):
     def identities(root):
-        data = open_data("cifar-10-c", root, vit(10), Selection(severities=[4, 5], partial=True))
+        data = open_data("cifar-10-c", root, view(10), Selection(severities=[4, 5], partial=True))
         return [domain.identity for domain in data.domains]
 
     mine = identities(cifar)

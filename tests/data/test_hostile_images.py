@@ -33,7 +33,7 @@ from acclimate.data.streams import Stream
 from acclimate.errors import AcclimateError, ConfigError, InputError, UnreadableError, printable
 from acclimate.evaluation.grid import Execution
 from acclimate.methods.dda import folder as dda
-from acclimate.testing.check import SIZES, tiny_vit
+from acclimate.testing.check import SIZES, tiny_model
 from support import child_environment, trials
 
 # Pillow warns of what it then refuses, or reads in part
@@ -581,7 +581,7 @@ def test_a_run_counts_the_images_that_it_used(hostile, tmp_path, workers):
         how = dict(
             mean=MEAN, std=STD, methods=["source", "tent"], batch_size=4, out=out, execution=Execution(workers=workers)
         )
-        return acclimate.bench(tiny_vit(), "folder", root, **how | options)
+        return acclimate.bench(tiny_model(), "folder", root, **how | options)
 
     with pytest.raises(InputError, match="are no files"):
         run(hostile, tmp_path / "runs")

@@ -29,7 +29,7 @@ from acclimate.papers.dct import experiments as paper
 from acclimate.papers.dct.protocols import match_source
 from acclimate.papers.dct.reported import reported
 from acclimate.report.page import page
-from acclimate.testing.check import tiny_vit
+from acclimate.testing.check import tiny_model
 
 SMALL = dict(images=24, batch_size=12)
 FOG, SNOW = DomainKey("fog", 5), DomainKey("snow", 5)
@@ -126,7 +126,7 @@ def test_methods_that_augment_learn_the_normalisation_from_the_data(family):
     """Models of these families do not say it."""
     images = Images(np.zeros((8, 32, 32, 3), np.uint8), np.zeros(8, np.int64), np.arange(8))
     domains = [Corrupted(images, "gaussian_noise", 3, mean=bundled.MEAN, std=bundled.STD)]
-    (outcome,) = acclimate.bench(tiny_vit(family), domains, methods=["spa"], batch_size=4, out=None)
+    (outcome,) = acclimate.bench(tiny_model(family), domains, methods=["spa"], batch_size=4, out=None)
     assert outcome.result.samples == 8
 
 
@@ -356,7 +356,8 @@ def test_weights_come_from_a_local_file(tmp_path):
     save_file({k: v for k, v in weights.items() if not k.startswith("head.")}, tmp_path / "headless.safetensors")
     save_file(create_model("test_vit", num_classes=7).state_dict(), tmp_path / "seven.safetensors")
     (tmp_path / "broken.safetensors").write_bytes(b"nothing")
-    for name in ("other", "headless", "seven", "broken", "absent"):
+    assert load_model("test_vit", weights=tmp_path / "seven.safetensors").num_classes == 7
+    for name in ("other", "headless", "broken", "absent"):
         with pytest.raises(ModelError, match=name):
             load_model("test_vit", weights=tmp_path / f"{name}.safetensors")
     assert pick_device("cpu").type == "cpu"

@@ -28,7 +28,7 @@ from acclimate.evaluation.journal import latest_record
 from acclimate.evaluation.run import run
 from acclimate.evaluation.store import Store
 from acclimate.evaluation.testbed import open_testbed
-from acclimate.testing.check import tiny_batches, tiny_vit
+from acclimate.testing.check import tiny_batches, tiny_model
 
 
 class Samples(Domain):
@@ -39,7 +39,7 @@ class Samples(Domain):
         self._identity = f"{name}, {count} images"
         self._images = torch.cat(tiny_batches(count=-(-count // 8), size=8, seed=len(name)))[:count]
         with torch.no_grad():
-            self.labels = tiny_vit().eval()(self._images).argmax(1).numpy()
+            self.labels = tiny_model().eval()(self._images).argmax(1).numpy()
         self.labels[::2] = 0
 
     @property
@@ -55,7 +55,7 @@ METHODS = {"source": {}, "tent": {"lr": 0.05}, "sar": {"margin": 2.2}, "dct": {"
 
 def grid(store=None, *, streams=None, methods=METHODS, **options):
     streams = streams or [Stream(Samples(), batch_size=8), Stream([Samples(), Samples("snow")], "mixed", batch_size=8)]
-    testbed = open_testbed(tiny_vit(), streams[0].domains, model_name="tiny", device="cpu")
+    testbed = open_testbed(tiny_model(), streams[0].domains, model_name="tiny", device="cpu")
     common = dict(store=store, console=options.pop("console", Console(quiet=True)), execution=Execution(**options))
     return run_grid(testbed, streams, methods, **common)
 

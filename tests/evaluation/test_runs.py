@@ -15,6 +15,7 @@ from rich.console import Console
 
 import acclimate
 from acclimate.core.engine import entropy
+from acclimate.core.guard import MORE, _drawn
 from acclimate.data import bundled
 from acclimate.data.corruptions import CORRUPTIONS
 from acclimate.data.domains import Corrupted, Domain, DomainKey, Images
@@ -32,7 +33,7 @@ from acclimate.evaluation.store import Store
 from acclimate.evaluation.tables import Grid, Summary
 from acclimate.evaluation.testbed import open_testbed
 from acclimate.report.terminal import show
-from acclimate.testing.check import tiny_batches, tiny_vit
+from acclimate.testing.check import tiny_batches, tiny_model
 
 
 class Batches(Domain):
@@ -43,7 +44,7 @@ class Batches(Domain):
         self._identity = f"{name}, {count} images"
         self._images = torch.cat(tiny_batches(count=-(-count // 8), size=8, seed=len(name)))[:count]
         with torch.no_grad():
-            self.labels = tiny_vit().eval()(self._images).argmax(1).numpy()
+            self.labels = tiny_model().eval()(self._images).argmax(1).numpy()
 
     @property
     def identity(self):
@@ -64,7 +65,7 @@ def quiet_grid(model, streams, methods=METHODS, **options):
 @pytest.fixture(scope="module")
 def outcomes():
     streams = [Stream(Batches(name), batch_size=8, seed=seed) for name in ("fog", "snow") for seed in (0, 1)]
-    return quiet_grid(tiny_vit(), streams)
+    return quiet_grid(tiny_model(), streams)
 
 
 def test_the_source_model_scores_itself_perfectly(outcomes):
@@ -80,12 +81,13 @@ def test_a_run_is_the_adapter_on_the_stream():
     domain = Batches()
     domain.labels[::5] = np.arange(6)  # so that it is wrong at times
     stream = Stream(domain, batch_size=8)
-    adapter = acclimate.adapt(tiny_vit(), "tent", lr=0.01)
+    adapter = acclimate.adapt(tiny_model(), "tent", lr=0.01)
     result = run(adapter, stream)
     adapter.reset()
     right = [adapter(batch.images).argmax(1) == batch.labels for batch in stream]
     assert result.top1 == torch.cat(right).double().mean().item()
-    assert result.forward == result.backward == result.used == 30
+    assert result.backward == result.used == 30
+    assert result.forward == 30 + len(_drawn(0, 30, MORE))  # the guard compares some images of a new run
     assert result.seconds > 0
     adapter.reset()
     again = run(adapter, stream)
@@ -102,18 +104,18 @@ def test_a_run_is_the_adapter_on_the_stream():
 def test_passes_are_counted_with_the_second_one_and_without_the_rejected():
     stream = Stream(Batches(), batch_size=30)
     images = next(iter(stream)).images
-    adapter = acclimate.adapt(tiny_vit(), "sar", margin=math.inf, micro_batch=1, guard=None)
+    adapter = acclimate.adapt(tiny_model(), "sar", margin=math.inf, micro_batch=1, guard=None)
     adapter(images)
     assert (adapter.engine.passes.forward, adapter.engine.passes.backward) == (60, 60)
-    adapter = acclimate.adapt(tiny_vit(), "sar", margin=1.5, micro_batch=1, guard=None)
+    adapter = acclimate.adapt(tiny_model(), "sar", margin=1.5, micro_batch=1, guard=None)
     adapter(images)
-    kept = int((entropy(tiny_vit().eval()(images)) < 1.5).sum())
+    kept = int((entropy(tiny_model().eval()(images)) < 1.5).sum())
     assert 0 < kept < 30
     assert adapter.engine.passes.forward == 30 + kept
 
 
 def test_a_sweep_leaves_the_model_as_it_was():
-    model = tiny_vit()
+    model = tiny_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     quiet_grid(model, [Stream(Batches(), batch_size=8)])
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -121,7 +123,7 @@ def test_a_sweep_leaves_the_model_as_it_was():
 
 
 def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
-    model, stream, store = tiny_vit(), Stream(Batches(), batch_size=8), Store(tmp_path)
+    model, stream, store = tiny_model(), Stream(Batches(), batch_size=8), Store(tmp_path)
     first = quiet_grid(model, [stream], store=store)
     calls = []
     monkeypatch.setattr(work, "run", lambda *args, **options: calls.append(args) or run(*args, **options))
@@ -136,7 +138,7 @@ def test_finished_runs_are_not_run_again(tmp_path, monkeypatch):
 
 
 def test_an_interrupted_sweep_keeps_what_was_finished_and_restores_the_model(tmp_path, monkeypatch):
-    model, stream = tiny_vit(), Stream(Batches(), batch_size=8)
+    model, stream = tiny_model(), Stream(Batches(), batch_size=8)
     monkeypatch.setattr(work, "run", _interrupt)
     with pytest.raises(KeyboardInterrupt):
         quiet_grid(model, [stream], store=Store(tmp_path))
@@ -158,8 +160,8 @@ def test_a_result_comes_back_from_its_file(outcomes):
 
 
 def test_the_identity_of_a_run_has_all_that_decides_it():
-    model = describe(tiny_vit(), "tiny")
-    moved = tiny_vit()
+    model = describe(tiny_model(), "tiny")
+    moved = tiny_model()
     with torch.no_grad():
         moved.head.bias += 1
     other = describe(moved, "tiny")
@@ -195,7 +197,7 @@ def test_the_identity_of_a_run_has_all_that_decides_it():
 def test_a_wrong_option_is_found_before_anything_runs(monkeypatch):
     monkeypatch.setattr(work, "run", lambda *args, **options: pytest.fail("ran"))
     with pytest.raises(ConfigError, match="has no option"):
-        quiet_grid(tiny_vit(), [Stream(Batches())], {"source": {}, "tent": {"speed": 1}})
+        quiet_grid(tiny_model(), [Stream(Batches())], {"source": {}, "tent": {"speed": 1}})
 
 
 FOG, SNOW = DomainKey("fog", 5), DomainKey("snow", 5)
@@ -245,7 +247,7 @@ def test_a_table_of_many_domains_still_fits_a_terminal(outcomes):
 
 def test_several_domains_in_one_stream_have_a_column_each():
     stream = Stream([Batches("fog"), Batches("snow")], "continual", batch_size=8)
-    outcomes = quiet_grid(tiny_vit(), [stream])
+    outcomes = quiet_grid(tiny_model(), [stream])
     grid = Grid(outcomes)
     assert grid.columns == [FOG, SNOW, *Summary]
     tent = outcomes[1].result
@@ -269,7 +271,7 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_runs(tmp_path,
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(work, "run", lambda *args, **options: pytest.fail("ran"))
     with pytest.raises(StateError, match="file"):
-        quiet_grid(tiny_vit(), [Stream(Batches())], store=Store(tmp_path / "file"))
+        quiet_grid(tiny_model(), [Stream(Batches())], store=Store(tmp_path / "file"))
 
 
 HOSTILE = [

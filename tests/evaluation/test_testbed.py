@@ -16,7 +16,7 @@ from acclimate.data.domains import CLEAN, DomainKey, Subset
 from acclimate.errors import ConfigError
 from acclimate.evaluation.testbed import open_testbed
 from acclimate.models.normalisation import processor_normalisation
-from acclimate.testing.check import SIZES, tiny_vit
+from acclimate.testing.check import SIZES, tiny_model
 
 MEAN, STD = [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
 QUIET = dict(methods=["source"], images=10, out=None)
@@ -45,17 +45,17 @@ def preprocessing(results):
 @pytest.mark.parametrize("family", ["hf", "torchvision"])
 def test_a_model_that_does_not_say_its_normalisation_needs_it_and_takes_it(family, photos):
     with pytest.raises(ConfigError, match="give mean= and std="):
-        acclimate.bench(tiny_vit(family), "folder", photos, **QUIET)
-    results = acclimate.bench(tiny_vit(family), "folder", photos, mean=MEAN, std=STD, **QUIET)
+        acclimate.bench(tiny_model(family), "folder", photos, **QUIET)
+    results = acclimate.bench(tiny_model(family), "folder", photos, mean=MEAN, std=STD, **QUIET)
     assert preprocessing(results)["mean"] == MEAN and preprocessing(results)["std"] == STD
 
 
 def test_a_processor_says_how_images_are_normalised(photos):
     processor = SimpleNamespace(image_mean=MEAN, image_std=STD)
-    results = acclimate.bench(tiny_vit("hf"), "folder", photos, processor=processor, **QUIET)
+    results = acclimate.bench(tiny_model("hf"), "folder", photos, processor=processor, **QUIET)
     assert preprocessing(results)["mean"] == MEAN
     with pytest.raises(ConfigError, match="leave out mean="):
-        open_testbed(tiny_vit("hf"), "folder", photos, processor=processor, mean=MEAN, std=STD)
+        open_testbed(tiny_model("hf"), "folder", photos, processor=processor, mean=MEAN, std=STD)
 
 
 def test_processors_of_the_libraries_are_understood():
@@ -86,20 +86,20 @@ def test_the_command_line_takes_mean_and_std(photos, tmp_path, capsys, monkeypat
 def test_clean_is_a_corruption_of_every_data_set_with_clean_images(photos):
     how = dict(model_name="tiny", mean=MEAN, std=STD)
     chosen = Selection(corruptions=[CLEAN, "fog"], severities=[1, 3])
-    testbed = open_testbed(tiny_vit("hf"), "folder", photos, chosen, **how)
+    testbed = open_testbed(tiny_model("hf"), "folder", photos, chosen, **how)
     assert [domain.key for domain in testbed.data.domains] == [
         DomainKey(CLEAN),
         DomainKey("fog", 1),
         DomainKey("fog", 3),
     ]
-    plain = open_data("folder", photos, tiny_vit("hf"), mean=MEAN, std=STD).domains[0]
+    plain = open_data("folder", photos, tiny_model("hf"), mean=MEAN, std=STD).domains[0]
     assert torch.equal(testbed.data.domains[0].load(np.arange(20)), plain.load(np.arange(20)))
-    results = acclimate.bench(tiny_vit("hf"), "folder", photos, corruptions=[CLEAN], mean=MEAN, std=STD, **QUIET)
+    results = acclimate.bench(tiny_model("hf"), "folder", photos, corruptions=[CLEAN], mean=MEAN, std=STD, **QUIET)
     assert results[0].spec.domains == [DomainKey(CLEAN)]
 
 
 def test_data_opens_other_domains_of_the_same_images(photos):
-    data = open_data("folder", photos, tiny_vit("hf"), Selection(images=6), mean=MEAN, std=STD)
+    data = open_data("folder", photos, tiny_model("hf"), Selection(images=6), mean=MEAN, std=STD)
     fog, clean = data.domain("fog", 2), data.domain()
     assert fog.key == DomainKey("fog", 2) and clean.key == DomainKey(CLEAN)
     assert isinstance(fog, Subset) and np.array_equal(fog.chosen, data.domains[0].chosen)
@@ -114,15 +114,15 @@ def test_the_bundled_images_are_an_entry_of_the_catalogue():
     with pytest.raises(ConfigError, match="leave out root="):
         open_data("bundled", "somewhere", acclimate.bundled.model())
     with pytest.raises(ConfigError, match="28 x 28 pixels and 10 classes; this model takes 32 x 32"):
-        open_data("bundled", None, tiny_vit("hf"), mean=MEAN, std=STD)
+        open_data("bundled", None, tiny_model("hf"), mean=MEAN, std=STD)
 
 
 def test_given_domains_are_taken_as_they_are(photos):
-    domains = open_data("folder", photos, tiny_vit("hf"), mean=MEAN, std=STD).domains
-    testbed = open_testbed(tiny_vit("hf"), domains, selection=Selection(images=3))
+    domains = open_data("folder", photos, tiny_model("hf"), mean=MEAN, std=STD).domains
+    testbed = open_testbed(tiny_model("hf"), domains, selection=Selection(images=3))
     assert [len(domain.labels) for domain in testbed.data.domains] == [3]
     with pytest.raises(ConfigError, match="only images="):
-        open_testbed(tiny_vit("hf"), domains, selection=Selection(corruptions=["fog"]))
+        open_testbed(tiny_model("hf"), domains, selection=Selection(corruptions=["fog"]))
 
 
 # What belongs to a model

@@ -28,7 +28,7 @@ from acclimate.papers.dct.reported import reported
 from acclimate.report.charts import Scale, frontier, round_step, scatter
 from acclimate.report.html import Html, breakable, join, tag
 from acclimate.report.page import page as page_of
-from acclimate.testing.check import tiny_batches, tiny_vit
+from acclimate.testing.check import tiny_batches, tiny_model
 
 MODEL = "vit_base_patch16_224.augreg_in21k_ft_in1k"
 NOTHING = "–none"  # noqa: RUF001 (what is seen, and what is read out)
@@ -45,9 +45,9 @@ class Fog(Domain):
 
 
 STREAM = Stream(Fog(), batch_size=8)
-SPEC = specify(STREAM, "source", {}, model=describe(tiny_vit(), MODEL), dataset="imagenet-c")
+SPEC = specify(STREAM, "source", {}, model=describe(tiny_model(), MODEL), dataset="imagenet-c")
 RESULT = replace(
-    run(acclimate.adapt(tiny_vit(), "source"), STREAM),
+    run(acclimate.adapt(tiny_model(), "source"), STREAM),
     **dict(samples=100, seconds=1.0, peak_mib=9.0, forward=150, backward=50, used=25, ece=0.1),
 )
 

@@ -37,9 +37,11 @@ from .corruptions import CORRUPTIONS, SEVERITIES, Corruption, require_valid
 from .disk import Arrays, Files, read_rgb
 from .domains import CLEAN, Corrupted, Domain, DomainKey, Subset
 from .imagefile import AnyPath
-from .layouts import LAYOUTS, Layout, Row, read_list, survey, synsets
+from .labels import class_names, labelled
+from .layouts import LAYOUTS, Layout, Row, are_numbers, find_tree, read_list, survey, synsets, with_domains
 from .preprocess import Preprocess, input_of
 
+FOLDER = "folder"
 SEVERITY = 5  # as in the papers
 SHOWN = (CLEAN, *CORRUPTIONS[::2])  # the corruptions of a bench by default: every second one, in the usual order
 
@@ -93,7 +95,7 @@ class Selection:
             ImageNet-C; for the bundled images `SHOWN`, and none for other clean images. "clean" selects the clean images
             themselves.
         severities: The severities of each corruption. Default: 5.
-        domains: The domains of Office-Home to open. Default: all four.
+        domains: The domains of Office-Home to open (default: all four), or sub-folders of a folder that are its domains.
         images: The number of images of each domain, always the same ones. Default: all, for the bundled images 512.
         partial: Whether to accept a data set that is incomplete, or that has additional files, which are ignored.
         constants: The strengths of the severities of corruptions made on the fly: "imagenet-c" or "cifar-10-c". Default:
@@ -101,6 +103,8 @@ class Selection:
         seed: The seed of corruptions made on the fly.
         frost: A folder with photographs of ice for the corruption frost. Default: generated ice.
         file_list: The file list of VisDA-2021, as a path from the root. Labels from 1000 on mean no class (`Data.unknown`).
+        labels: A CSV file with the columns file and label, for a folder whose images are in no folders of classes. A label
+            is the name or the index of a class.
     """
 
     corruptions: Sequence[str] | None = None
@@ -112,6 +116,7 @@ class Selection:
     seed: int = 0
     frost: AnyPath | None = None
     file_list: AnyPath | None = None
+    labels: AnyPath | None = None
 
     def keys(self, corruptions: Sequence[str], severity: int) -> list[DomainKey]:
         """Return the keys of the selected corruptions and severities.
@@ -185,6 +190,14 @@ def find_data_set(name: str, root: AnyPath | None) -> DataSet:
     return known[name]
 
 
+def shows_corruptions(name: object, root: AnyPath | None, domains: Sequence[str] | None = None) -> bool:
+    """Return whether a bench shows the corruptions `SHOWN` by default, made on the fly.
+
+    It does so of the bundled images, and of a folder that has neither domains nor corruptions of its own.
+    """
+    return name == bundled.NAME or (name == FOLDER and domains is None and (root is None or not find_tree(Path(root))))
+
+
 def open_data(
     name: str,
     root: AnyPath | None,
@@ -220,22 +233,24 @@ def _open_layout(
     std: Sequence[float] | None,
 ) -> Data:
     """Open a data set on disk that has one of the known layouts."""
-    layout = _layout(name, chosen.file_list)
+    layout, chosen = _layout(name, root, chosen)
+    told: Sequence[str] = ()
+    if isinstance(model, Preprocess):
+        preprocess, head = model, None
+    else:
+        takes = input_of(model, mean=mean, std=std)
+        preprocess, head, told = layout.preprocess(takes), takes.classes, class_names(model)
+    if chosen.labels is not None:
+        layout = labelled(layout, chosen.labels, head, told)
     clean = not layout.severities and len(layout.places) == 1  # whether the images can be corrupted on the fly
     on_the_fly = clean and chosen.corruptions is not None
     if not on_the_fly and (chosen.constants is not None or chosen.frost is not None):
         raise ConfigError("constants= and frost= are for corruptions that are made on the fly, of clean images.")
     made = chosen.keys(CORRUPTIONS, SEVERITY) if on_the_fly else [None]
     wanted = _wanted(name, layout, replace(chosen, corruptions=None, severities=None) if on_the_fly else chosen)
-    head = None
-    if isinstance(model, Preprocess):
-        preprocess = model
-    else:
-        takes = input_of(model, mean=mean, std=std)
-        preprocess, head = layout.preprocess(takes), takes.classes
-
     rows, names = survey(layout, root, wanted)
-    report = DataReport(name, root, rows)
+    layout = replace(layout, classes=lambda: names)  # of domains that are opened later, too
+    report = DataReport(name, root, layout, rows)
     if not all(row.labels for row in rows) or (report.problems and not chosen.partial):
         raise report.error()
 
@@ -257,7 +272,7 @@ def _open_layout(
             raise ConfigError(f"{name} has no domain {key}: it has no clean images to corrupt.")
         found, _ = survey(layout, root, [key])
         if not found[0].labels or (found[0].problems and not chosen.partial):
-            raise DataReport(name, root, found).error()
+            raise DataReport(name, root, layout, found).error()
         return chosen.sampled(opened(found[0], None))
 
     domains = [chosen.sampled(opened(row, key)) for row in rows for key in made]
@@ -273,8 +288,8 @@ def _open_bundled(
     std: Sequence[float] | None,
 ) -> Data:
     """Open the bundled images, except for those on which options were tuned."""
-    if chosen.domains is not None or chosen.file_list is not None or chosen.frost is not None:
-        raise ConfigError("domains=, file_list= and frost= do not go with the bundled images.")
+    if any(option is not None for option in (chosen.domains, chosen.file_list, chosen.labels, chosen.frost)):
+        raise ConfigError("domains=, file_list=, labels= and frost= do not go with the bundled images.")
     everything = bundled.images()
     most = len(everything.labels) - bundled.FOR_TUNING
     count = bundled.IMAGES if chosen.images is None else chosen.images
@@ -305,6 +320,7 @@ class DataReport:
 
     name: str
     root: Path
+    layout: Layout
     rows: list[Row] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)  # domains that do not exist and were not requested
 
@@ -325,12 +341,11 @@ class DataReport:
 
     def error(self, most: int = 5) -> InputError:
         """Return an error with up to `most` problems, the expected layout, and where to get the data."""
-        layout = LAYOUTS[self.name]
         partial = " What is there can be used with partial=True." if all(row.labels for row in self.rows) else ""
         more = f"; and {len(self.problems) - most} more" if len(self.problems) > most else ""
         return InputError(
             f"{printable(self.root)} cannot be used as {self.name}. {'; '.join(self.problems[:most])}{more}. "
-            f"Expected: {layout.shape}. Get it from {layout.source}.{partial}"
+            f"Expected: {self.layout.shape}. Get it from {self.layout.source}.{partial}"
         )
 
 
@@ -342,10 +357,11 @@ def check_data(
     severities: Sequence[int] | None = None,
     domains: Sequence[str] | None = None,
     file_list: AnyPath | None = None,
+    labels: AnyPath | None = None,
     open_images: bool = False,
     console: Console | None = None,
 ) -> DataReport:
-    """Check which domains of a data set exist on disk. Problems are in the report and are not raised.
+    """Check which domains of a data set exist on disk. Problems of its images are in the report and are not raised.
 
     By default, the domains that `open_data` opens by default must exist, and others are checked if they exist.
 
@@ -354,13 +370,17 @@ def check_data(
         root: The folder of the data set.
         corruptions: The corruptions that must exist. Default: the 15 of ImageNet-C.
         severities: The severities that must exist. Default: 5.
-        domains: The domains of Office-Home that must exist. Default: all four.
+        domains: The domains of Office-Home or of a folder that must exist. Default: all four of Office-Home.
         file_list: The file list of VisDA-2021, as a path from the root.
+        labels: A CSV file with the labels of the images of a folder.
         open_images: Whether to decode every image file.
         console: A console, which shows progress if it is a terminal.
     """
-    layout, root = _layout(name, file_list), Path(root)
-    wanted = _wanted(name, layout, Selection(corruptions, severities, domains))
+    root = Path(root)
+    layout, chosen = _layout(name, root, Selection(corruptions, severities, domains, file_list=file_list, labels=labels))
+    if labels is not None:
+        layout = labelled(layout, labels)
+    wanted = _wanted(name, layout, chosen)
     absent = []
     if layout.severities and corruptions is None and severities is None:
         everything = [DomainKey(corruption, severity) for corruption in layout.places for severity in SEVERITIES]
@@ -369,25 +389,37 @@ def check_data(
     rows, _ = survey(layout, root, wanted)
     if open_images:
         _open_all(rows, console)
-    return DataReport(name, root, rows, [str(key) for key in absent])
+    return DataReport(name, root, layout, rows, [str(key) for key in absent])
 
 
-def _layout(name: str, file_list: AnyPath | None) -> Layout:
+def _layout(name: str, root: Path, chosen: Selection) -> tuple[Layout, Selection]:
+    """Return the layout of a data set. Of a tree of corruptions, what is there is selected by default."""
     if name not in LAYOUTS:
         near = suggest(str(name).lower(), LAYOUTS, 0.5)
         raise ConfigError(f"Unknown data set {name!r} on disk.{near} Known: {', '.join(LAYOUTS)}.")
     layout = LAYOUTS[name]
-    if file_list is None:
-        return layout
-    if layout.read is not read_list:
-        raise ConfigError(f"file_list= does not go with {name}, whose labels are not in such a list.")
-    return replace(layout, places={name: (os.fspath(file_list),)})
+    if chosen.file_list is not None:
+        if layout.read is not read_list:
+            raise ConfigError(f"file_list= does not go with {name}, whose labels are not in such a list.")
+        layout = replace(layout, places={name: (os.fspath(chosen.file_list),)})
+    if chosen.labels is not None and (name != FOLDER or chosen.domains is not None):
+        raise ConfigError("labels= goes with data='folder', and not with domains=.")
+    if name != FOLDER or chosen.labels is not None:
+        return layout, chosen
+    tree = find_tree(root)
+    if tree is None:
+        return layout if chosen.domains is None else with_domains(layout, chosen.domains), chosen
+    if chosen.domains is not None:
+        raise ConfigError(f"{printable(root)} is a tree of corruptions: choose with corruptions= instead of domains=.")
+    names = tree.corruptions if chosen.corruptions is None else chosen.corruptions
+    severities = tree.severities if chosen.severities is None else chosen.severities
+    return tree.layout(layout), replace(chosen, corruptions=names, severities=severities)
 
 
 def _wanted(name: str, layout: Layout, chosen: Selection) -> Sequence[DomainKey]:
     """Return the keys of the domains that must be on disk."""
-    if chosen.domains is not None and (layout.severities or len(layout.places) == 1):
-        raise ConfigError(f"domains= does not go with {name}; that is for office-home.")
+    if chosen.domains is not None and name != FOLDER and (layout.severities or len(layout.places) == 1):
+        raise ConfigError(f"domains= does not go with {name}; that is for office-home and folder.")
     if layout.severities:
         keys = chosen.keys(CORRUPTIONS, SEVERITY)
         if any(key.severity is None for key in keys):
@@ -416,8 +448,12 @@ def _columns(name: str, names: Sequence[str], head: int | None) -> list[int] | N
     if not strangers and head in (None, len(imagenet)):
         return [imagenet[wnid] for wnid in names]
     other = ""
-    if name == "folder" and head == len(imagenet):
-        other = f", or name all folders by ImageNet's wnids, like {synsets()[0]} (not so: {shorten_list(strangers)})"
+    if name == FOLDER and head is not None and are_numbers(names):
+        if int(names[-1]) < head:
+            return [int(number) for number in names]
+        other = f", or number the folders from 0 to {head - 1} (there is {names[-1]})"
+    elif name == FOLDER and head == len(imagenet):
+        other = f", or name all classes by ImageNet's wnids, like {synsets()[0]} (not so: {shorten_list(strangers)})"
     raise ConfigError(
         f"The head of the model has {head} classes, and {name} has {len(names)}: give a model for these{other}."
     )

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import stat
@@ -144,15 +145,33 @@ def open_image(path: AnyPath, stamp: tuple[int, int] | None = None) -> Iterator[
             if stamp not in (None, file_stamp(about)):
                 raise ValueError("it has changed since it was listed")
             with Image.open(file, formats=FORMATS) as image:
-                if image.width * image.height > most_pixels():
-                    raise ValueError(f"it has {image.width} x {image.height} pixels, more than {most_pixels():.0f}")
-                if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
-                    raise ValueError("its pixels are 32-bit numbers of an unknown range")
+                _require_usable(image)
                 yield image
     except UnreadableError:
         raise
     except Exception as error:  # decoders raise many kinds of errors for damaged files
         raise UnreadableError(f"{printable(path)} cannot be read as an image ({_reason(error)})") from error
+
+
+def decode_image(content: bytes) -> Image.Image:
+    """Return the RGB image in the content of a file.
+
+    Raises:
+        UnreadableError: If it cannot be decoded, or has too many pixels.
+    """
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            _require_usable(image)
+            return at_8_bits(image).convert("RGB")
+    except Exception as error:  # as above
+        raise UnreadableError(f"the image cannot be read ({_reason(error)})") from error
+
+
+def _require_usable(image: Image.Image) -> None:
+    if image.width * image.height > most_pixels():
+        raise ValueError(f"it has {image.width} x {image.height} pixels, more than {most_pixels():.0f}")
+    if image.mode == "F" or (image.mode == "I" and image.format == "TIFF"):
+        raise ValueError("its pixels are 32-bit numbers of an unknown range")
 
 
 def _require_file(about: os.stat_result) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from timm.data import ImageNetInfo
 
-from ..errors import InputError, shorten_list, suggest
+from ..errors import ConfigError, InputError, require_whole, shorten_list, suggest
 from .corruptions import EXTRA, GROUPS, SEVERITIES
 from .disk import open_array
 from .domains import DomainKey
+from .folder import PROTOCOL
 from .imagefile import has_image_name, is_folder, search
 from .preprocess import Input, Preprocess
 
@@ -176,7 +180,7 @@ class Layout:
     shape: str  # in words
     source: str  # where to get it
     places: dict[str, tuple[str, ...]]  # possible places of each domain, relative to the root
-    classes: Callable[[], Sequence[str]] | None = None  # names by label; None: the sorted names of the folders
+    classes: Callable[[], Sequence[str]] | None = None  # names by label; None: the names of the folders, in order
     count: int | None = None  # number of classes
     each: int | None = None  # images in a class
     total: dict[str, int] = field(default_factory=dict)  # images in a domain
@@ -195,11 +199,26 @@ def survey(layout: Layout, root: Path, wanted: Iterable[DomainKey]) -> tuple[lis
     """Return the domains as they are on disk, and the names of the classes by label."""
     rows = [Row(key, layout.place(root, key), layout.total.get(key.name)) for key in wanted]
     found = {name for row in rows for name in _entries(row.where)[0]} if layout.classes is None else ()
-    names = layout.classes() if layout.classes is not None else sorted(found)
+    names = layout.classes() if layout.classes is not None else sorted_classes(found)
+    numbered = pairwise(names) if found and are_numbers(names) else ()
+    same = [f"{one} and {other}" for one, other in numbered if int(one) == int(other)]
     for row in rows:
+        if same:
+            row.problems.append(f"folders have the number of one class ({shorten_list(same)})")
+            continue
         row.expected = layout.each * len(names) if layout.each else row.expected
         layout.read(row, root, layout, names)
     return rows, names
+
+
+def are_numbers(names: Collection[str]) -> bool:
+    """Return whether all names of classes are whole numbers, like 2, 10 or 007."""
+    return all(name.isascii() and name.isdecimal() for name in names)
+
+
+def sorted_classes(names: Collection[str]) -> list[str]:
+    """Return names of classes in numerical order if all are numbers, and otherwise in the order of `ImageFolder`."""
+    return sorted(names, key=lambda name: (int(name), name)) if are_numbers(names) else sorted(names)
 
 
 @cache
@@ -309,9 +328,56 @@ LAYOUTS = {
         classes=partial(numerals, 100),
     ),
     "folder": Layout(
-        "any images; a class's label is its place among the sorted names",
-        "<class>/*",
+        "any images; a class's label is its place among the sorted names, or numbers",
+        "<class>/*, <domain>/<class>/*, <corruption>/<severity>/<class>/*, or images and a CSV file of labels",
         "wherever you have them",
         {"folder": (".",)},
     ),
 }
+
+
+# Folders of other shapes
+
+
+def with_domains(layout: Layout, domains: Sequence[str]) -> Layout:
+    """Return the layout of a folder with a sub-folder for each domain."""
+    if not domains or any(domain in ("", ".", "..") or Path(domain).name != domain for domain in domains):
+        raise ConfigError(f"domains={list(domains)!r}: give names of sub-folders, each with its folders of classes.")
+    return replace(layout, shape="<domain>/<class>/*", places={domain: (domain,) for domain in domains})
+
+
+class Tree(NamedTuple):
+    """What is there of a tree like that of ImageNet-C, which `acclimate corrupt` writes."""
+
+    corruptions: list[str]  # in their usual order
+    severities: list[int]  # of any of the corruptions
+    side: int | None  # of the squares to which its images were cropped; None: they have any size
+
+    def layout(self, layout: Layout) -> Layout:
+        """Return the layout of a folder of this shape."""
+        side = self.side
+        places: dict[str, tuple[str, ...]] = {name: (name,) for name in GROUP_OF}
+        how = Input.photographs if side is None else lambda model: model.stored(side)
+        shape = "<corruption>/<severity>/<class>/*"
+        return replace(layout, shape=shape, places=places, severities=True, preprocess=how)
+
+
+def find_tree(root: Path) -> Tree | None:
+    """Return the tree of corrupted images that a folder is, or None for any other folder.
+
+    All folders of such a tree have names of corruptions, all folders in these are numbers from 1 to 5, and no images lie
+    beside them.
+    """
+    corruptions, files = _entries(root)
+    below = [_entries(root / name) for name in corruptions]
+    severities = {severity for folders, _ in below for severity in folders}
+    beside = any(map(has_image_name, [*files, *(file for _, others in below for file in others)]))
+    if beside or not severities or not severities <= set(map(str, SEVERITIES)) or not GROUP_OF.keys() >= set(corruptions):
+        return None
+    try:
+        made = json.loads((root / PROTOCOL).read_text()) if PROTOCOL in files else {}
+        side = made["resize_crop"][1] if made.get("resize_crop") else None
+        require_whole(1, optional=True, side=side)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError, ConfigError) as error:
+        raise InputError(f"{root / PROTOCOL} is damaged ({error}): make the tree again.") from None
+    return Tree([name for name in GROUP_OF if name in corruptions], sorted(map(int, severities)), side)

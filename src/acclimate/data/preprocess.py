@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from ..errors import ConfigError, InputError, require_whole
-from ..models.families import view
+from ..models.families import view_of
 from ..models.normalisation import Normalisation, model_normalisation, unknown_normalisation
 from .corruptions import Pixels
 from .imagefile import most_pixels, trimmed
@@ -117,19 +117,21 @@ def input_of(model: nn.Module, *, mean: Sequence[float] | None = None, std: Sequ
     """Return the input of a model according to its configuration. Nothing else is assumed.
 
     Args:
-        model: A vision transformer that acclimate supports.
+        model: A model that acclimate can adapt.
         mean: The mean of the normalisation, which replaces that of a timm configuration. Any other model needs it.
         std: The standard deviation of the normalisation, which replaces that of a timm configuration.
     """
-    vit = view(model)
+    view = view_of(model)
     config: dict[str, Any] = getattr(model, "pretrained_cfg", None) or {}
-    known = model_normalisation(vit, mean, std)
+    known = model_normalisation(view, mean, std)
     if known is None:
         raise unknown_normalisation(type(model).__name__)
     # the input size in the configuration is not used: create_model(..., img_size=...) does not change it
-    height, width = vit.image_size or config.get("input_size", (3, 0, 0))[1:]
+    told = getattr(getattr(model, "config", None), "image_size", 0)  # of a model of transformers
+    side = told if isinstance(told, int) else 0
+    height, width = view.image_size or config.get("input_size", (3, side, side))[1:]
     if height != width or not height:
         raise ConfigError(
             f"This {type(model).__name__} takes no squares of one size ({height} x {width}): give a Preprocess instead."
         )
-    return Input(height, known.mean, known.std, config.get("crop_pct") or 0.875, vit.classes)
+    return Input(height, known.mean, known.std, config.get("crop_pct") or 0.875, view.classes)

@@ -11,16 +11,16 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from ..data.catalog import SHOWN, Data, Selection
+from ..data.catalog import SHOWN, Selection, shows_corruptions
 from ..data.corruptions import SEVERITIES
-from ..data.domains import CLEAN, Domain
+from ..data.domains import CLEAN
 from ..data.streams import ARRANGEMENTS, Stream, canonical_setting
 from ..errors import ConfigError, require_whole
 from .grid import Execution, run_grid
 from .results import Results
 from .spec import Protocol, method_of
 from .store import Outcome, Store
-from .testbed import BUNDLED, Statistics, open_testbed
+from .testbed import BUNDLED, Given, Statistics, open_testbed
 
 MethodOptions = str | tuple[str, Mapping[str, Any]]
 DEFAULT_METHODS: tuple[MethodOptions, ...] = ("source", "tent", "dct", ("dct", {"recentre": True}), "keel")
@@ -28,7 +28,7 @@ DEFAULT_METHODS: tuple[MethodOptions, ...] = ("source", "tent", "dct", ("dct", {
 
 def bench(
     model: nn.Module | str = BUNDLED,
-    data: str | Data | Sequence[Domain] = BUNDLED,
+    data: Given = BUNDLED,
     root: str | os.PathLike[str] | None = None,
     *,
     methods: Sequence[MethodOptions] | Mapping[str, Mapping[str, Any]] = DEFAULT_METHODS,
@@ -37,6 +37,7 @@ def bench(
     corruptions: Sequence[str] | None = None,
     severities: Sequence[int] | None = None,
     domains: Sequence[str] | None = None,
+    labels: str | os.PathLike[str] | None = None,
     images: int | None = None,
     constants: str | None = None,
     partial: bool = False,
@@ -63,7 +64,8 @@ def bench(
 
     Args:
         model: A model, "bundled", the name of a timm model with its tag, or a file of `acclimate train-source`.
-        data: The name of a data set (`acclimate data list`), an opened data set, or domains.
+        data: The name of a data set (`acclimate data list`), an opened data set, domains, or own data: a dataset or a loader
+            of torch, whose items begin with an image as the model takes it and a label, or a dictionary of these.
         root: The folder of the data set.
         methods: Names of methods, Python files that register a method, or pairs of these with options, among which may be
             `recentre`. A method may occur several times with different options.
@@ -71,10 +73,11 @@ def bench(
         seeds: The seeds of the orders of the streams and of the methods.
         corruptions: The corruptions. "clean" selects clean images, which are one more domain in the settings mixed and
             continual. Default: for the bundled images and for a folder, clean images (except in the setting gradual) and
-            every second of the 15 corruptions of ImageNet-C, in their usual order; for ImageNet-C and CIFAR-C all 15; for
-            other data none.
-        severities: The severities. Default: 5; all in the setting gradual.
-        domains: The domains of Office-Home. Default: all.
+            every second of the 15 corruptions of ImageNet-C, in their usual order; for ImageNet-C and CIFAR-C all 15; for a
+            tree that `acclimate corrupt` wrote those that are there; for other data none.
+        severities: The severities. Default: 5, and for such a tree those that are there; all in the setting gradual.
+        domains: The domains of Office-Home (default: all), or sub-folders of a folder that are its domains.
+        labels: A CSV file with the columns file and label, for a folder whose images are in no folders of classes.
         images: The number of images of each domain, always the same ones. Default: all, for the bundled images 512.
         constants: The strengths of the severities of corruptions made on the fly: "imagenet-c" or "cifar-10-c".
         partial: Whether to accept a data set that is not complete.
@@ -110,7 +113,7 @@ def bench(
     if gradual and (severities is not None or len(gradual) < len(settings)):
         raise ConfigError("gradual has all five severities: it goes with no others, and with no other setting.")
     severities = list(SEVERITIES) if gradual else severities
-    if corruptions is None and isinstance(data, str) and data in (BUNDLED, "folder"):
+    if corruptions is None and isinstance(data, str) and shows_corruptions(data, root, domains):
         corruptions = [name for name in SHOWN if name != CLEAN or not gradual]
     execution = execution or Execution()
     if execution.threads is not None:
@@ -125,7 +128,7 @@ def bench(
         model,
         data,
         root,
-        Selection(corruptions, severities, domains, images, partial, constants),
+        Selection(corruptions, severities, domains, images, partial, constants, labels=labels),
         weights=weights,
         model_name=model_name,
         mean=mean,

@@ -43,7 +43,7 @@ def measure(
     seed: int = 0,
     **how: Any,
 ) -> Cost:
-    """Time the steps of a method on a copy of the model.
+    """Time the steps of a method on a copy of the model, without a guard.
 
     Each step is between two forward passes of the plain model, so that other load on the machine slows both.
 
@@ -57,7 +57,8 @@ def measure(
         seed: The seed of all random numbers of the method.
         **how: Further options of `acclimate.adapt`.
     """
-    adapter = adapt(copy.deepcopy(model), method, source_statistics=source_statistics, seed=seed, **how, **(options or {}))
+    how = {"guard": None, **how, **(options or {})}
+    adapter = adapt(copy.deepcopy(model), method, source_statistics=source_statistics, seed=seed, **how)
     # Not in a timed round, because measuring memory releases free memory, and allocating it again takes time.
     with peak_memory(batches[0].device) as peak:
         adapter(batches[0])

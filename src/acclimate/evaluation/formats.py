@@ -57,7 +57,9 @@ def legend(grid: Grid) -> str:
     gains = f"; below it, points above source ± {INTERVAL}" if grid.source else ""
     marks = "Bold: the highest of a domain or mean, and all that are within chance of it, unless that is every one."
     clean = " Means are without clean images." if len(grid.shifts) < len(grid.domains) else ""
-    return f"Accuracy{deviation}{gains}. {marks}{clean}"
+    known = any(o.result.estimated_accuracy is not None for o in grid.outcomes)
+    estimated = " Estimated: what the guard takes the mean to be, without labels." if known else ""
+    return f"Accuracy{deviation}{gains}. {marks}{clean}{estimated}"
 
 
 def terminal(grid: Grid, title: str, *, width: int = 80) -> Table:
@@ -72,8 +74,12 @@ def terminal(grid: Grid, title: str, *, width: int = 80) -> Table:
             lines where that helps.
     """
     body = [[_coloured(grid, row, column) for column in grid.columns] for row in grid.rows]
-    body = [[*cells, *(Text(word, "dim") for word in cost(grid.runs[row]))] for row, cells in zip(grid.rows, body)]
-    columns, labels = [*map(grid.heading, grid.columns), "learned", "ms/image"], [grid.label(row) for row in grid.rows]
+    more = [(_estimated(grid, row), *cost(grid.runs[row])) for row in grid.rows]
+    body = [[*cells, *(Text(word, "dim") for word in words)] for cells, words in zip(body, more)]
+    columns, labels = (
+        [*map(grid.heading, grid.columns), "estimated", "learned", "ms/image"],
+        [grid.label(row) for row in grid.rows],
+    )
     across = [[*map(Text, ("method", *columns))], *([Text(label), *cells] for label, cells in zip(labels, body))]
     down = [[*map(Text, ("", *labels))], *([Text(name), *each] for name, *each in zip(columns, *body))]
     layouts = [across, _broken(across), down, _broken(down)]
@@ -119,6 +125,13 @@ def cost(runs: Sequence[Outcome]) -> tuple[str, str]:
     samples = sum(o.result.samples for o in runs)
     used, seconds = sum(o.result.used for o in runs), sum(o.result.seconds for o in runs)
     return f"{used / samples:.0%}", f"{1000 * seconds / samples:.2f}"
+
+
+def _estimated(grid: Grid, row: RowKey) -> str:
+    """Return the accuracy that the guard has estimated without labels, in per cent, for the domains of the mean."""
+    runs = [o.result for o in grid.runs[row] if set(o.spec.domains) <= set(grid.shifts)]
+    found = [result.estimated_accuracy for result in runs if result.estimated_accuracy is not None]
+    return f"{100 * sum(found) / len(found):.1f}" if found else "-"
 
 
 def _coloured(grid: Grid, row: RowKey, column: Column) -> Text:

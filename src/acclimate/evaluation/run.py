@@ -45,6 +45,8 @@ class Result:
     curve: list[tuple[int, float]]  # number of images so far, and top-1 so far
     predictions: str  # digest of the scores of all images, in the order of the stream
     by_image: dict[DomainKey, str] = field(default_factory=dict)  # counts, for `paired.unpack_counts`
+    estimated_accuracy: float | None = None  # without labels, mean over the stream; None without a guard
+    estimated_harm: float | None = None  # estimated accuracy of the unadapted model minus that of the adapted one
 
     @property
     def digest(self) -> str:
@@ -75,13 +77,22 @@ class Tally:
     backward: int = 0
     seconds: float = 0.0
     events: list[tuple[int, str]] = field(default_factory=list)
+    estimates: list[tuple[int, float, float]] = field(default_factory=list)  # images, accuracy and harm of a step
 
     def add(self, line: dict[str, Any]) -> None:
         """Add the record of a step."""
+        if line["estimated_accuracy"] is not None:
+            self.estimates.append((len(line["top"]), line["estimated_accuracy"], line["harm"]))
         for name in ("used", "forward", "backward", "seconds"):
             setattr(self, name, getattr(self, name) + line[name])
         if line["event"]:
             self.events.append((line["step"], line["event"]))
+
+    def estimated(self) -> dict[str, float | None]:
+        """Return the means of the estimates over the images of the stream."""
+        images, *estimates = zip(*self.estimates) if self.estimates else ((), (), ())
+        names = ("estimated_accuracy", "estimated_harm")
+        return {name: float(np.average(e, weights=images)) if e else None for name, e in zip(names, estimates)}
 
 
 def run(
@@ -110,9 +121,9 @@ def run(
         scores.extend(_rows(line))
         tally.add(line)
         done += 1
-    with peak_memory(engine.vit.device) as peak, finishing_steps() as ending:
+    with peak_memory(engine.view.device) as peak, finishing_steps() as ending:
         for images, labels, domain in stream.since(done):
-            images = images.to(engine.vit.device, non_blocking=True)
+            images = images.to(engine.view.device, non_blocking=True)
             (forward, backward), start = (engine.passes.forward, engine.passes.backward), time.perf_counter()
             logits = adapter(images).cpu()  # waits for the GPU
             seconds = time.perf_counter() - start
@@ -148,7 +159,12 @@ def run(
         curve=list(zip(where.tolist(), accuracy.tolist())),
         predictions=scores.digest,
         by_image=scores.by_image(stream.order, [len(domain.labels) for domain in stream.domains]),
-        **asdict(tally) | {"events": tally.events},
+        used=tally.used,
+        forward=tally.forward,
+        backward=tally.backward,
+        seconds=tally.seconds,
+        events=tally.events,
+        **tally.estimated(),
     )
 
 
@@ -162,6 +178,8 @@ def _line(scores: Scores, record: Record) -> dict[str, Any]:
         "right": scores.right,
         **{name: _finite(getattr(record, name)) for name in ("entropy", "used", "loss", "recovery", "drift")},
         "event": record.event,
+        "estimated_accuracy": record.estimated_accuracy,
+        "harm": None if record.harm is None else record.harm.estimate,
         "top": "".join(map(str, (right + five).astype(int))),  # 2: top-1, 1: among the top 5, 0: neither
         "confidence": confidence.tolist(),
         "nll": [value if math.isfinite(value) else str(value) for value in nll.tolist()],

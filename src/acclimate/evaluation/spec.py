@@ -24,7 +24,7 @@ from ..core.registry import code_digest, create_method
 from ..core.statistics import SourceStatistics
 from ..data.domains import Domain, DomainKey
 from ..data.streams import Stream
-from ..models.families import view
+from ..models.families import view_of
 from ..models.fingerprint import fingerprint
 
 LONGEST = 100  # number of letters of the description in the name of a folder
@@ -38,7 +38,7 @@ class Protocol:
 
     Args:
         predict: Whether the logits of a batch come from "before" its update, as in the papers' code, or from "after" it.
-        guard: Whether a guard watches for collapse. The papers' code has no guard.
+        guard: Whether a guard undoes harm. The papers' code has no guard.
         precision: "float32", "bfloat16" or "float16".
         classes: The columns of the head that exist in the data; None for all.
         unknown: The label of images of no class; None if there are none.
@@ -183,11 +183,11 @@ def describe(model: nn.Module, name: str) -> dict[str, str]:
 
     On a CPU the device includes the number of threads, which determines the rounding of sums.
     """
-    vit = view(model)
-    where = torch.cuda.get_device_name(vit.device) if vit.device.type == "cuda" else vit.device.type
-    if vit.device.type == "cpu":
+    view = view_of(model)
+    where = torch.cuda.get_device_name(view.device) if view.device.type == "cuda" else view.device.type
+    if view.device.type == "cpu":
         where += f", {torch.get_num_threads()} threads"
-    return {"name": name, "device": where, **fingerprint(vit, model.state_dict())}
+    return {"name": name, "device": where, **fingerprint(view, model.state_dict())}
 
 
 def _preparation(domain: Domain) -> dict[str, Any]:

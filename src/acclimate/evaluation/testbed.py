@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from ..core.adapt import adapt
 from ..core.adapter import Adapter
 from ..core.method import Method
 from ..core.statistics import SourceStatistics, choose_statistics
 from ..data.catalog import Data, Selection, find_data_set, open_data
+from ..data.dataset import own_domains
 from ..data.domains import Domain
 from ..data.preprocess import Preprocess
 from ..errors import ConfigError
@@ -24,6 +26,8 @@ from .spec import method_of
 
 BUNDLED = "bundled"  # the default model and data
 Statistics = SourceStatistics | str | os.PathLike[str]
+OwnData = Dataset[Any] | DataLoader[Any]
+Given = str | Data | Sequence[Domain] | OwnData | Mapping[str, OwnData]
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Testbed:
 
 def open_testbed(
     model: nn.Module | str = BUNDLED,
-    data: str | Data | Sequence[Domain] = BUNDLED,
+    data: Given = BUNDLED,
     root: str | os.PathLike[str] | None = None,
     selection: Selection | None = None,
     *,
@@ -90,7 +94,8 @@ def open_testbed(
 
     Args:
         model: A model, "bundled", the name of a timm model with its tag, or a file of `acclimate train-source`.
-        data: The name of a data set (`acclimate data list`), an opened data set, or domains.
+        data: The name of a data set (`acclimate data list`), an opened data set, domains, or own data: a dataset or a loader
+            of torch, whose items begin with an image as the model takes it and a label, or a dictionary of these.
         root: The folder of the data set.
         selection: The part of the data set to open.
         weights: A local file with weights of a timm model.
@@ -119,7 +124,7 @@ def open_testbed(
         chosen = selection or Selection()
         if chosen != Selection(images=chosen.images) or root is not None:
             raise ConfigError("The data is given as it is: only images= can choose a part of it.")
-        opened = data if isinstance(data, Data) else Data("custom", list(data), ())
+        opened = data if isinstance(data, Data) else Data("custom", own_domains(data) or list(data), ())  # type: ignore[arg-type]
         opened = Data(**{**vars(opened), "domains": [chosen.sampled(domain) for domain in opened.domains]})
     statistics = source.statistics(needed) if source_statistics is None else opened_statistics(source_statistics)
     return Testbed(net, model_name or source.name, opened, lambda size: source.options(size, tuned), statistics)

@@ -49,9 +49,9 @@ def model() -> VisionTransformer:
     It takes 28 x 28 RGB images and has patches of 4 pixels after two convolutions, 12 blocks of width 64, and ten classes of
     clothing.
     """
-    vit = architecture()
-    vit.load_state_dict(load_file(WEIGHTS))
-    return vit.eval()
+    view = architecture()
+    view.load_state_dict(load_file(WEIGHTS))
+    return view.eval()
 
 
 def architecture(*, patch_drop_rate: float = 0.0) -> VisionTransformer:
@@ -61,7 +61,7 @@ def architecture(*, patch_drop_rate: float = 0.0) -> VisionTransformer:
         stem = nn.Sequential(nn.Conv2d(3, 32, 3, stride=2, padding=1), nn.GELU(), nn.Conv2d(32, 64, 3, padding=1), nn.GELU())
         return HybridEmbed(stem, **{**options, "patch_size": 2})  # in the output of the stem, which has half the resolution
 
-    vit = VisionTransformer(
+    view = VisionTransformer(
         img_size=SIZE,
         patch_size=4,
         embed_dim=64,
@@ -72,7 +72,7 @@ def architecture(*, patch_drop_rate: float = 0.0) -> VisionTransformer:
         weight_init="jax",  # timm's default weights are too small for a width of 64: learning takes twice as long
         patch_drop_rate=patch_drop_rate,
     )
-    vit.pretrained_cfg = dict(
+    view.pretrained_cfg = dict(
         tag="acclimate_bundled",
         input_size=(3, SIZE, SIZE),
         num_classes=len(CLASSES),
@@ -82,7 +82,7 @@ def architecture(*, patch_drop_rate: float = 0.0) -> VisionTransformer:
         interpolation="bilinear",
         label_names=CLASSES,
     )
-    return vit
+    return view
 
 
 def images() -> Images:
