@@ -24,13 +24,15 @@ examples:
   acclimate bench                       how much does adaptation help? five methods, eight corruptions, three minutes
   acclimate corrupt photos/ out/ --corruptions fog --severities 5
                                         fog over a folder of images, as in ImageNet-C
+  acclimate run --model NAME --root photos/ --predictions out.csv
+                                        adapt to images without labels, and predict them
   acclimate methods                     all methods: what each adapts, and its paper
   acclimate methods dct                 one method with its options and their defaults
   acclimate inspect tuesday.safetensors what a state file holds
   acclimate check mine.py               run the conformance suite on the methods that a file registers
 
 in Python:
-  model = acclimate.adapt(model, "dct")   wraps a timm, transformers or torchvision ViT
+  model = acclimate.adapt(model, "dct")   wraps any model that returns logits
   logits = model(images)                  predicts, and adapts
 """
 
@@ -45,7 +47,7 @@ def build_parser() -> Parser:
     """Return the parser with all commands."""
     parser = Parser(
         prog="acclimate",
-        description="Vision transformers that adapt to a new domain while they predict.",
+        description="Image classifiers that adapt to a new domain while they predict.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -37,7 +37,8 @@ def add_model(group: Group, default: str | None = "bundled") -> None:
         "--model",
         default=default,
         metavar="NAME",
-        help="bundled, timm's name with its tag, or a file of train-source; default: %(default)s",
+        help="bundled, timm's name with its tag, a file of train-source, or a folder or name on the hub of a model of "
+        "transformers; default: %(default)s",
     )
     group.add_argument(
         "--weights", type=input_file, metavar="FILE", help="local weights of a timm model, instead of a download"
@@ -62,7 +63,18 @@ def add_data(group: Group) -> None:
         "--data", default="bundled", metavar="NAME", help="a name in `acclimate data list`; default: %(default)s"
     )
     group.add_argument("--root", metavar="DIR", help="the folder of the data set")
+    add_labels(group)
     group.add_argument("--partial", action="store_true", help="take a data set that is not complete")
+
+
+def add_labels(group: Group | Parser) -> None:
+    """Add the argument that gives the labels of the images of a folder."""
+    group.add_argument(
+        "--labels",
+        type=input_file,
+        metavar="FILE",
+        help="labels of a folder without sub-folders: a CSV file with the columns file and label, a class's name or index",
+    )
 
 
 def add_selection(group: Group, *, images: str = "images of each domain; default: all, of the bundled ones 512") -> None:
@@ -72,16 +84,16 @@ def add_selection(group: Group, *, images: str = "images of each domain; default
         type=words,
         metavar="LIST",
         help="default: clean and every second one, of the bundled images and of a folder; all 15 of ImageNet-C and CIFAR-C; "
-        "clean: no corruption, one more domain of mixed and continual",
+        "what is there of a tree of `acclimate corrupt`; clean: no corruption, one more domain of mixed and continual",
     )
     group.add_argument(
         "--severities",
         "--severity",
         type=list_of(SEVERITY),
         metavar="LIST",
-        help="1 to 5; default: 5",
+        help="1 to 5; default: 5, and what is there of a tree of `acclimate corrupt`",
     )
-    group.add_argument("--domains", type=words, metavar="LIST", help="domains of Office-Home; default: all")
+    group.add_argument("--domains", type=words, metavar="LIST", help="domains of Office-Home (default: all), or of a folder")
     group.add_argument("--images", type=whole(1), metavar="N", help=images)
     add_constants(group)
 
@@ -125,6 +137,7 @@ def selection(given: argparse.Namespace) -> Selection:
         images=chosen("images"),
         partial=bool(chosen("partial")),
         constants=chosen("constants"),
+        labels=chosen("labels"),
     )
 
 

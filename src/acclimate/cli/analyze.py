@@ -117,6 +117,7 @@ def _opened(given: argparse.Namespace, kinds: Sequence[FigureKind]) -> Subject:
 
     from ..analysis.subject import IMAGES, Subject
     from ..core.console import PlainConsole
+    from ..data.layouts import find_tree
 
     values = {argument.name: _value(given, argument) for kind in reversed(kinds) for argument in kind.arguments}
     corruption = values.get("corruption") or next(iter(values.get("corruptions", ())), None)
@@ -124,7 +125,8 @@ def _opened(given: argparse.Namespace, kinds: Sequence[FigureKind]) -> Subject:
     chosen = {"corruptions": corruption and [corruption], "severities": severity and [severity]}
     wanted = argparse.Namespace(**{**vars(given), **chosen})
     labels = any(kind.labels for kind in kinds)
-    testbed = open_given(wanted) if labels or given.data != "folder" or given.root is None else _any_folder(wanted)
+    shaped = given.data != "folder" or given.root is None or given.labels or find_tree(Path(given.root))
+    testbed = open_given(wanted) if labels or shaped else _any_folder(wanted)
     clean = getattr(given, "clean", None)
     return Subject(
         testbed, given.images or IMAGES, clean and Path(clean), Path(given.out) / "runs", PlainConsole(stderr=True)

@@ -6,8 +6,18 @@ import argparse
 import re
 from typing import TYPE_CHECKING
 
-from ._arguments import Commands, add_data, add_device, add_model, add_selection, add_workers, methods, new_command
-from ._parser import MOST_PROCESSES, input_file, input_files, list_of, number, output_folder, seed, shown, whole, words
+from ._arguments import (
+    Commands,
+    add_data,
+    add_device,
+    add_model,
+    add_selection,
+    add_workers,
+    methods,
+    new_command,
+    selection,
+)
+from ._parser import MOST_PROCESSES, TINY, input_file, input_files, list_of, number, output_folder, seed, shown, whole, words
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +36,14 @@ examples:
   acclimate bench --data folder --root photos/ --model vit_tiny_patch16_224.augreg_in21k_ft_in1k
                                                       the same as without arguments, on your photographs: <class>/*.jpg
   acclimate bench --data folder --root photos/ --corruptions clean,fog,snow --severities 3 --model art.safetensors
+  acclimate bench --data folder --root photos/ --labels labels.csv --model NAME
+                                                      photographs in one folder, their classes in a table
+  acclimate bench --data folder --root street/ --domains day,night --settings continual --model NAME
+                                                      domains of your own: street/day/<class>/*.jpg, street/night/...
+  acclimate bench --data folder --root photos-c/ --model NAME
+                                                      what `acclimate corrupt photos/ photos-c/` wrote
+
+  acclimate bench --harm --methods tent,keel          does adaptation harm on hostile streams? without and with the guard
 
   acclimate bench ... --jobs 4                        four processes on this machine
   acclimate bench ... --on ray                        tasks on a Ray cluster (RAY_ADDRESS), or on a local one
@@ -110,7 +128,12 @@ def add(commands: Commands) -> None:
         "--guard",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="watch for collapse, which the papers' code does not",
+        help="compare with the unadapted model and undo harm, which the papers' code does not",
+    )
+    how.add_argument(
+        "--harm",
+        action="store_true",
+        help="measure the harm on hostile streams, without and with the guard, at several rates of learning",
     )
     how.add_argument(
         "--precision",
@@ -118,6 +141,13 @@ def add(commands: Commands) -> None:
         choices=["float32", "bfloat16", "float16"],
         metavar="TYPE",
         help="float32, bfloat16 or float16",
+    )
+
+    how.add_argument(
+        "--realtime",
+        type=number(TINY),
+        metavar="RATE",
+        help="let RATE images arrive each second: a late method skips updates or loses images. Runs here, and keeps nothing",
     )
 
     where = bench.add_argument_group("where")
@@ -158,8 +188,48 @@ def _shard(text: str) -> tuple[int, int]:
     return i, n
 
 
+def _harm(given: argparse.Namespace) -> None:
+    """Measure the harm of methods on hostile streams."""
+    from dataclasses import replace
+
+    from ..core.console import PlainConsole
+    from ..errors import ConfigError
+    from ..evaluation.grid import Execution
+    from ..evaluation.harm import CORRUPTIONS, IMAGES, METHODS, measure_harm
+    from ..evaluation.store import Store
+    from ..evaluation.testbed import open_testbed
+    from ..report.harm import harm_overview
+
+    plain = [each for each in methods(given.methods) if isinstance(each, str)] if given.methods is not None else METHODS
+    if given.methods is not None and len(plain) < len(given.methods):
+        raise ConfigError("--harm chooses the options of the methods: name the methods alone.")
+    console = PlainConsole()
+    testbed = open_testbed(
+        given.model,
+        given.data,
+        given.root,
+        replace(selection(given), corruptions=given.corruptions or CORRUPTIONS, images=given.images or IMAGES),
+        weights=given.weights,
+        mean=given.mean,
+        std=given.std,
+        source_statistics=given.source_statistics,
+        device=given.device,
+    )
+    cells = measure_harm(
+        testbed,
+        plain,
+        batch_size=given.batch_size,
+        execution=Execution(given.device, given.threads, given.workers, given.jobs, given.on, given.gpus),
+        store=Store(given.out),
+        fresh=given.fresh,
+        console=console if console.is_terminal else PlainConsole(stderr=True),
+    )
+    console.print(harm_overview(cells))
+
+
 def _bench(given: argparse.Namespace) -> None:
     from ..core.console import PlainConsole
+    from ..data.catalog import shows_corruptions
     from ..data.corruptions import CORRUPTIONS
     from ..errors import ConfigError
     from ..evaluation.bench import DEFAULT_METHODS, bench
@@ -168,9 +238,14 @@ def _bench(given: argparse.Namespace) -> None:
     from ..papers.dct.protocols import source_remarks
     from ..report.terminal import show
 
+    if given.harm:
+        _harm(given)
+        return
     if given.full and given.corruptions is not None:
         raise ConfigError("--full is all 15 corruptions: leave out --corruptions.")
     console = PlainConsole()
+    if given.realtime is not None:
+        return _realtime(given, console)
     results = bench(
         given.model,
         given.data,
@@ -181,6 +256,7 @@ def _bench(given: argparse.Namespace) -> None:
         corruptions=CORRUPTIONS if given.full else given.corruptions,
         severities=given.severities,
         domains=given.domains,
+        labels=given.labels,
         images=given.images,
         constants=given.constants,
         partial=given.partial,
@@ -208,7 +284,7 @@ def _bench(given: argparse.Namespace) -> None:
     )
     show(results, console, remarks=source_remarks)
     chosen = given.corruptions is not None or given.full
-    if given.data in ("bundled", "folder") and not chosen:
+    if not chosen and shows_corruptions(given.data, given.root, given.domains):
         console.print(RULE)
     found = sum(outcome.found for outcome in results)
     earlier = f"; {found} of {len(results)} were found there (--fresh runs them again)" if found else ""
@@ -218,6 +294,45 @@ def _bench(given: argparse.Namespace) -> None:
     console.print(told, markup=False, emoji=False)
     if given.data == given.model == "bundled" and not chosen and given.methods is None and given.settings == ["normal"]:
         console.print(NEXT, highlight=False, soft_wrap=True)
+
+
+def _realtime(given: argparse.Namespace, console: Console) -> None:
+    """Print the accuracies of methods without and under real time."""
+    import torch
+    from rich.table import Table
+
+    from ..data.catalog import SHOWN, shows_corruptions
+    from ..data.corruptions import CORRUPTIONS
+    from ..data.streams import ARRANGEMENTS, Stream
+    from ..errors import ConfigError
+    from ..evaluation.bench import DEFAULT_METHODS
+    from ..evaluation.realtime import compare
+    from ._arguments import open_given
+
+    if given.jobs > 1 or given.on or given.shard != (1, 1) or len(given.seeds) > 1 or len(given.settings) > 1:
+        raise ConfigError("--realtime measures times: give one seed and one setting, and no --jobs, --on or --shard.")
+    if given.reference or given.order or not given.tuned or not given.guard:
+        raise ConfigError("--realtime does not go with --reference, --order, --no-tuned or --no-guard.")
+    if given.predict != "before" or given.precision != "float32":
+        raise ConfigError("--realtime does not go with --predict or --precision.")
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    if given.corruptions is None and shows_corruptions(given.data, given.root, given.domains):
+        given.corruptions = CORRUPTIONS if given.full else SHOWN
+    chosen = methods(given.methods) if given.methods is not None else DEFAULT_METHODS
+    pairs = [each if isinstance(each, tuple) else (each, {}) for each in chosen]
+    testbed = open_given(given)
+    (setting,), domains = given.settings, testbed.data.domains
+    groups = [domains] if any(part in setting for part in ARRANGEMENTS) else [[domain] for domain in domains]
+    streams = [Stream(group, setting, batch_size=given.batch_size, seed=given.seeds[0]) for group in groups]
+    table = Table(title=f"Top-1 accuracy in %, mean over {len(streams)} streams, at {given.realtime:g} images a second")
+    for title in ("method", "offline", "real time", "learned from", "lost"):
+        table.add_column(title, justify="left" if title == "method" else "right")
+    for row in compare(testbed, pairs, streams, given.realtime, seed=given.seeds[0]):
+        shares = (row.offline, row.accuracy, row.learned, row.lost)
+        table.add_row(row.method, *(f"{100 * share:.1f}" for share in shares))
+    console.print(table)
+    console.print("Times are those of this machine, as busy as it was. A lost image counts as wrong.")
 
 
 def _say_tuned(model: str, used: list[str], console: Console) -> None:

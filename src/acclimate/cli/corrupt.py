@@ -14,6 +14,7 @@ examples:
   acclimate corrupt photos/ out/ --corruptions fog --severities 5   writes out/fog/5/<as in photos>.JPEG
   acclimate corrupt photos/ out/ --corruptions fog,snow             five severities of each
   acclimate corrupt val/ imagenet-c/ --imagenet-c                 all 15 corruptions of 224 x 224 crops, like ImageNet-C
+  acclimate bench --data folder --root out/ --model NAME          methods on what was written
   acclimate corrupt --sheet sheet.png photo.jpg                   one image under everything, on one page
 
 An interrupted run is taken up by giving the same command again.

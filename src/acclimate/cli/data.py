@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ._arguments import SEVERITY, Commands, new_command
+from ._arguments import SEVERITY, Commands, add_labels, new_command
 from ._parser import list_of, words
 
 POSITION = 50
@@ -47,6 +47,8 @@ def add(commands: Commands) -> None:
         metavar="LIST",
         help="those that must be there; default: 5, and others are checked if they are there",
     )
+    check.add_argument("--domains", type=words, metavar="LIST", help="domains of Office-Home (default: all), or of a folder")
+    add_labels(check)
     check.add_argument("--file-list", metavar="FILE", help="of visda-2021, from DIR")
     check.add_argument("--open-images", action="store_true", help="read every image, too")
     check.set_defaults(run=_check)
@@ -80,7 +82,9 @@ def _check(given: argparse.Namespace) -> None:
         given.root,
         corruptions=given.corruptions,
         severities=given.severities,
+        domains=given.domains,
         file_list=given.file_list,
+        labels=given.labels,
         open_images=given.open_images,
         console=console,
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+
+from ..errors import ConfigError
 from ._arguments import Commands
 
 POSITION = 100
@@ -11,7 +14,37 @@ def add(commands: Commands) -> None:
     """Add the command to the parser."""
     methods = commands.add_parser("methods", help="list the methods, or explain one")
     methods.add_argument("name", nargs="?", metavar="NAME", help="a method, or a Python file that registers one")
-    methods.set_defaults(run=lambda given: _explain(given.name) if given.name else _list())
+    methods.add_argument("--model", metavar="MODEL", help="list the methods that suit this model, and what others miss")
+    methods.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> None:
+    """List the methods, list those that suit a model, or explain one."""
+    if given.name and given.model:
+        raise ConfigError("Give the name of a method, or a model, and not both.")
+    if given.name:
+        _explain(given.name)
+    elif given.model:
+        _fitting(given.model)
+    else:
+        _list()
+
+
+def _fitting(name: str) -> None:
+    from ..core.registry import find_method, fitting_methods, list_methods
+    from ..models.families import view_of
+    from ..models.loading import architecture
+    from ..models.view import PARTS
+
+    seen = view_of(architecture(name))
+    fitting = fitting_methods(seen)
+    print(f"{name} has:")
+    for part in seen.parts:
+        print(f"  {PARTS[part]}")
+    print(f"\n{len(fitting)} methods suit it: {', '.join(fitting)}.")
+    for method in (each for each in list_methods() if each not in fitting):
+        missing = [PARTS[part] for part in find_method(method).info.requires if part not in seen.parts]
+        print(f"{method} needs {' and '.join(missing)}.")
 
 
 def _list() -> None:

@@ -40,12 +40,17 @@ def add(commands: Commands) -> None:
     what = statistics.add_argument_group("what")
     add_model(what)
     add_data(what)
-    what.add_argument("--domains", type=words, metavar="NAME", help="of office-home: the one that the model was trained on")
+    what.add_argument(
+        "--domains", type=words, metavar="NAME", help="of office-home or a folder: the one that the model was trained on"
+    )
     what.add_argument("--out", required=True, type=output_file, metavar="FILE", help="*.safetensors")
 
     how = statistics.add_argument_group("how")
     how.add_argument(
-        "--kinds", type=words, default="fisher,features,class_tokens,logits", metavar="LIST", help="default: %(default)s"
+        "--kinds",
+        type=words,
+        metavar="LIST",
+        help="of fisher, features, class_tokens and logits; default: all that suit the model",
     )
     how.add_argument("--images", type=whole(1), default=2000, metavar="N", help="drawn at random; default: %(default)s")
     how.add_argument(

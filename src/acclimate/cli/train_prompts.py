@@ -52,7 +52,9 @@ def add(commands: Commands) -> None:
     what = train.add_argument_group("what")
     add_model(what)
     add_data(what)
-    what.add_argument("--domains", type=words, metavar="NAME", help="of office-home: the one that the model was trained on")
+    what.add_argument(
+        "--domains", type=words, metavar="NAME", help="of office-home or a folder: the one that the model was trained on"
+    )
     what.add_argument(
         "--out",
         required=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ._arguments import Commands, add_device, add_workers, make_folder_of, new_command
+from ._arguments import Commands, add_device, add_labels, add_workers, make_folder_of, new_command
 from ._parser import input_file, number, output_file, seed, whole
 
 POSITION = 70
@@ -39,7 +39,10 @@ def add(commands: Commands) -> None:
     what = train.add_argument_group("what")
     what.add_argument("--data", required=True, choices=["office-home", "folder"], help="folder: one for each class")
     what.add_argument("--root", required=True, metavar="DIR", help="where it is")
-    what.add_argument("--domains", metavar="NAME", help="of office-home: Art, Clipart, Product or Real World")
+    what.add_argument(
+        "--domains", metavar="NAME", help="of office-home: Art, Clipart, Product or Real World; of a folder: a sub-folder"
+    )
+    add_labels(what)
     what.add_argument("--partial", action="store_true", help="take a data set that is not complete")
     what.add_argument("--model", default=MODEL, metavar="NAME", help="timm's name with its tag; default: %(default)s")
     what.add_argument(
@@ -96,8 +99,10 @@ def _train(given: argparse.Namespace) -> None:
     numbers = {name: getattr(given, name) for name in ("epochs", "batch_size", "head_lr", "backbone_lr")}
     recipe = Recipe(**{name: value for name, value in numbers.items() if value is not None})
     prepare = Preprocess.for_model(create_timm(given.model, pretrained=False))
-    chosen = Selection(domains=given.domains and [given.domains], partial=given.partial)
+    chosen = Selection(domains=given.domains and [given.domains], partial=given.partial, labels=given.labels)
     data = open_data(given.data, given.root, prepare, chosen)
+    if len(data.domains) > 1:
+        raise ConfigError(f"{given.root} has several domains, {data.domains[0].key} and others: give the images of one.")
     console = PlainConsole()
     done = train_source(
         data.domains[0],

@@ -1,0 +1,222 @@
+"use strict";
+// The live page: it asks the server once a second, and draws what it is told. There is no library.
+
+const at = (id) => document.getElementById(id);
+const percent = (share) => `${(100 * share).toFixed(0)} %`;
+const decimals = (value) => (value === null || value === undefined ? "–" : value.toFixed(value < 10 ? 2 : 0));
+const SVG = "http://www.w3.org/2000/svg";
+const WINDOW = 10; // batches of which an accuracy is the mean
+let model = null;
+let weatherIsMine = 0; // a moment until which the sliders are not overwritten
+
+async function ask(path, options = {}) {
+  const answer = await fetch(path, options);
+  const told = await answer.json();
+  if (!answer.ok) throw new Error(told.error || `The server answered ${answer.status}.`);
+  return told;
+}
+
+function text(parent, tag, content, name = "") {
+  const element = document.createElement(tag);
+  element.textContent = content;
+  if (name) element.className = name;
+  parent.append(element);
+  return element;
+}
+
+function shape(parent, tag, attributes, content = "") {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.textContent = content;
+  parent.append(element);
+}
+
+function line(element, values, width, height, low, high) {
+  const scale = high > low ? height / (high - low) : 0;
+  const step = width / Math.max(1, values.length - 1);
+  element.setAttribute("points", values.map((v, i) => `${(i * step).toFixed(1)},${(height - (v - low) * scale).toFixed(1)}`).join(" "));
+}
+
+// ---- the demonstration
+
+function smoothed(points, name, batch) {
+  return points.map((_, i) => {
+    const some = points.slice(Math.max(0, i - WINDOW + 1), i + 1);
+    return some.reduce((sum, point) => sum + point[name], 0) / (some.length * batch);
+  });
+}
+
+function drawDemo(told) {
+  at("demo").hidden = false;
+  const names = Object.keys(told.weather);
+  for (const name of names) {
+    const input = at("weather").elements[name];
+    if (Date.now() > weatherIsMine) input.value = told.weather[name];
+    input.nextElementSibling.value = input.value;
+  }
+  const points = told.points;
+  if (!points.length) return;
+  const [left, top, width, height] = [48, 12, 742, 218];
+  const grid = at("curves").querySelector(".grid");
+  grid.replaceChildren();
+  for (const share of [0, 0.25, 0.5, 0.75, 1]) {
+    const y = top + height * (1 - share);
+    shape(grid, "line", {x1: left, x2: left + width, y1: y, y2: y});
+    shape(grid, "text", {x: left - 6, y: y + 4, "text-anchor": "end"}, percent(share));
+  }
+  points.forEach((point, i) => {
+    const before = points[i - 1];
+    if (!before || names.every((name) => before[name] === point[name])) return;
+    const x = left + (i * width) / Math.max(1, points.length - 1);
+    shape(grid, "line", {x1: x, x2: x, y1: top, y2: top + height, class: "change"});
+    const label = names.filter((name) => point[name]).map((name) => `${name} ${point[name]}`).join(", ") || "clear";
+    shape(grid, "text", {x: Math.min(x + 4, left + width - 90), y: top + height + 16}, label);
+  });
+  const curves = {source: smoothed(points, "source", told.batch), adapted: smoothed(points, "adapted", told.batch)};
+  for (const [name, values] of Object.entries(curves)) {
+    const drawn = at("curves").querySelector(`.line.${name}`);
+    drawn.setAttribute("transform", `translate(${left} ${top})`);
+    line(drawn, values, width, height, 0, 1);
+  }
+  const [source, adapted] = [curves.source.at(-1), curves.adapted.at(-1)];
+  at("source-accuracy").textContent = percent(source);
+  at("adapted-accuracy").textContent = percent(adapted);
+  const gain = Math.round(100 * adapted) - Math.round(100 * source);
+  at("gain").textContent = `${gain >= 0 ? "+" : "−"}${Math.abs(gain)}`;
+  const sentence = `The source model is right on ${percent(source)} of the latest images, the adapted model on ${percent(adapted)}.`;
+  at("curves-text").textContent = sentence;
+  at("demo-note").textContent = `Mean over the last ${WINDOW * told.batch} images. Batch ${points.at(-1).batch}.`;
+}
+
+at("weather").addEventListener("input", (event) => {
+  weatherIsMine = Date.now() + 2000;
+  event.target.nextElementSibling.value = event.target.value;
+});
+at("weather").addEventListener("change", (event) => {
+  const body = JSON.stringify({[event.target.name]: Number(event.target.value)});
+  ask("demo", {method: "POST", headers: {"Content-Type": "application/json"}, body}).then(drawDemo, trouble);
+});
+
+at("token-form").addEventListener("submit", (event) => event.preventDefault());
+
+// ---- streams
+
+function card(name) {
+  const found = [...at("streams").children].find((each) => each.dataset.stream === name);
+  if (found) return found;
+  const made = at("card").content.firstElementChild.cloneNode(true);
+  made.dataset.stream = name;
+  made.querySelector("h3").textContent = name;
+  made.addEventListener("click", (event) => {
+    const action = event.target.dataset.action;
+    if (!action) return;
+    const headers = at("token").value ? {Authorization: `Bearer ${at("token").value}`} : {};
+    ask(`streams/${encodeURIComponent(name)}/${action}`, {method: "POST", headers}).then(
+      () => { made.querySelector("[role=status]").textContent = `Done: ${action}.`; update(); },
+      (error) => { made.querySelector("[role=status]").textContent = error.message; },
+    );
+  });
+  at("streams").append(made);
+  return made;
+}
+
+function drawStream(stream, admin) {
+  const made = card(stream.name);
+  const last = stream.history.at(-1) || {};
+  const facts = {
+    "images": stream.images,
+    "learned from": stream.learned,
+    "steps": stream.steps,
+    "mean entropy": decimals(last.entropy),
+    "estimated accuracy": last.accuracy === null || last.accuracy === undefined ? "–" : percent(last.accuracy),
+    "estimated harm": last.harm === null || last.harm === undefined ? "–" : `${(100 * last.harm).toFixed(1)} points`,
+    "drift": decimals(last.drift),
+    "latency": last.milliseconds === undefined ? "–" : `${last.milliseconds.toFixed(0)} ms`,
+  };
+  const list = made.querySelector("dl");
+  list.replaceChildren();
+  for (const [name, value] of Object.entries(facts)) {
+    text(list, "dt", name);
+    text(list, "dd", value);
+  }
+  made.classList.toggle("frozen", stream.frozen);
+  made.querySelector("h3").textContent = stream.name + (stream.frozen ? " (frozen)" : "");
+  const entropies = stream.history.map((each) => each.entropy);
+  line(made.querySelector("polyline"), entropies, 236, 56, 0, Math.max(0.1, ...entropies));
+  made.querySelector(".buttons").hidden = admin === "closed";
+  const freeze = made.querySelector("[data-action=freeze], [data-action=thaw]");
+  freeze.dataset.action = stream.frozen ? "thaw" : "freeze";
+  freeze.textContent = stream.frozen ? "Thaw" : "Freeze";
+  const events = made.querySelector(".events");
+  events.replaceChildren();
+  for (const event of stream.events.slice(-3)) text(events, "li", event);
+}
+
+function drawRecent(recent) {
+  at("seen").hidden = !recent.length;
+  at("recent").replaceChildren();
+  for (const each of [...recent].reverse()) {
+    const item = document.createElement("li");
+    item.classList.toggle("differs", each.source !== each.adapted);
+    const picture = document.createElement("img");
+    picture.src = each.image;
+    picture.alt = `An image of the stream ${each.stream}`;
+    item.append(picture);
+    text(item, "div", `source: ${each.source}`, "source");
+    text(item, "div", `adapted: ${each.adapted}`, "adapted");
+    at("recent").append(item);
+  }
+}
+
+function draw(told) {
+  model = told.model;
+  at("about").textContent = `${told.model} with ${told.method}: ${told.all} ${told.all === 1 ? "stream" : "streams"}, ${told.waiting} images waiting`;
+  at("no-streams").hidden = told.streams.length > 0;
+  at("token-form").hidden = told.admin !== "token";
+  const names = new Set(told.streams.map((stream) => stream.name));
+  for (const each of [...at("streams").children]) if (!names.has(each.dataset.stream)) each.remove();
+  for (const stream of told.streams) drawStream(stream, told.admin);
+  drawRecent(told.recent);
+}
+
+function trouble(error) {
+  at("about").textContent = `There is no answer from the server: ${error.message}`;
+}
+
+// ---- an image of one's own
+
+async function classify(file) {
+  at("answer").textContent = "…";
+  try {
+    const told = await ask(`v2/models/${encodeURIComponent(model)}/infer?sequence_id=page`, {
+      method: "POST", headers: {"Content-Type": file.type || "image/jpeg"}, body: file,
+    });
+    const logits = told.outputs.find((output) => output.name === "logits").data;
+    const most = Math.max(...logits);
+    const sure = 1 / logits.reduce((sum, value) => sum + Math.exp(value - most), 0);
+    at("answer").textContent = `${told.outputs.find((output) => output.name === "label").data[0]} (${percent(sure)})`;
+  } catch (error) {
+    at("answer").textContent = error.message;
+  }
+}
+
+at("file").addEventListener("change", (event) => event.target.files[0] && classify(event.target.files[0]));
+at("drop").addEventListener("dragover", (event) => { event.preventDefault(); at("drop").classList.add("over"); });
+at("drop").addEventListener("dragleave", () => at("drop").classList.remove("over"));
+at("drop").addEventListener("drop", (event) => {
+  event.preventDefault();
+  at("drop").classList.remove("over");
+  if (event.dataTransfer.files[0]) classify(event.dataTransfer.files[0]);
+});
+
+async function update() {
+  try {
+    const told = await ask("streams");
+    draw(told);
+    if (told.demo) drawDemo(await ask("demo"));
+  } catch (error) {
+    trouble(error);
+  }
+}
+update();
+setInterval(update, 1000);

@@ -1,0 +1,112 @@
+"""The live page in a real browser: it opens, updates, and a slider changes the curves."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from acclimate.data import bundled
+from acclimate.errors import InputError
+from acclimate.serve.demo import Demo
+from acclimate.serve.opening import open_adapter
+from acclimate.serve.service import Service
+from acclimate.serve.streams import Streams
+from support import child_environment
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+DRIVER = shutil.which("chromedriver")
+OPTIONS = (
+    "--headless=new --no-sandbox --disable-gpu --hide-scrollbars --window-size=1100,1400 --force-prefers-reduced-motion"
+)
+
+
+def test_a_shift_harms_the_source_model_and_adaptation_helps():
+    adapter, _, _ = open_adapter("bundled", "keel", device="cpu")
+    service = Service(Streams(adapter), show=False)
+    demo = Demo(service, bundled.model(), batch=64)
+    demo.set({"frost": 5})
+    for _ in range(4):
+        demo.step()
+    service.close()
+    points = demo.state()["points"]
+    source, adapted = (sum(point[name] for point in points) / (4 * 64) for name in ("source", "adapted"))
+    assert source < 0.5 and adapted > source + 0.1
+    with pytest.raises(InputError, match="no 'rain'"):
+        demo.set({"rain": 1})
+    with pytest.raises(InputError, match="from 0 to 5"):
+        demo.set({"fog": 6})
+    assert demo.state()["weather"] == {"fog": 0, "frost": 5, "noise": 0}
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    command = [sys.executable, "-m", "acclimate", "demo", "--port", "0"]
+    with subprocess.Popen(command, env=child_environment(), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        found = re.search(r"http://\S+", process.stdout.readline())
+        assert found
+        yield found[0]
+        process.kill()
+
+
+@pytest.fixture
+def browser(tmp_path) -> Iterator[Any]:
+    webdriver = pytest.importorskip("selenium.webdriver")
+    if BROWSER is None or DRIVER is None:
+        pytest.skip("no Chromium with its driver on this machine (Debian's packages are chromium and chromium-driver)")
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for option in (*OPTIONS.split(), f"--user-data-dir={tmp_path}"):
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield browser
+    browser.quit()
+
+
+def test_the_page_updates_and_a_slider_changes_the_curves(address, browser, tmp_path):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.common.keys import Keys
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def find(selector: str) -> Any:
+        return browser.find_element(By.CSS_SELECTOR, selector)
+
+    def until(condition: Callable[[Any], Any]) -> Any:
+        return WebDriverWait(browser, 60).until(condition)
+
+    def batches() -> int:
+        found = re.search(r"Batch (\d+)", find("#demo-note").text)
+        return int(found[1]) if found else 0
+
+    browser.get(address)
+    until(lambda _: batches() > 0)
+    first, clear = batches(), int(find("#source-accuracy").text.split()[0])
+    until(lambda _: batches() > first)
+    assert "keel" in find("#about").text and find("article h3").text == "demo"
+    fog = find("input[name=fog]")
+    for _ in range(5):
+        fog.send_keys(Keys.ARROW_RIGHT)  # sliders work with the keyboard
+    until(lambda _: "fog 5" in find("#curves .grid").text)
+    until(lambda _: int(find("#source-accuracy").text.split()[0]) < clear - 20)
+    assert re.match(r"[\d.]+,[\d.]+ ", find("#curves .line.adapted").get_attribute("points"))
+    assert "right on" in find("#curves-text").get_attribute("textContent")
+    until(lambda _: browser.find_elements(By.CSS_SELECTOR, "#recent li img"))
+    find("article [data-action=freeze]").click()
+    until(lambda _: "(frozen)" in find("article h3").text)
+    (tmp_path / "wrong.png").write_bytes(b"no image")
+    find("#file").send_keys(os.fspath(tmp_path / "wrong.png"))
+    until(lambda _: "cannot be read" in find("#answer").text)
+    unnamed = browser.execute_script(
+        "return [...document.querySelectorAll('input, button')].filter(e => !e.labels?.length && !e.textContent).length"
+    )
+    assert unnamed == 0
+    severe = [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+    assert [entry["message"] for entry in severe if "400" not in entry["message"]] == []  # the wrong image got a 400

@@ -1,0 +1,227 @@
+"""The server as its clients see it: tritonclient, curl and plain requests against a real process on this machine."""
+
+from __future__ import annotations
+
+import http.client
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import acclimate
+from support import child_environment
+
+TOKEN = "a-token-of-this-test"
+WHERE = "/v2/models/bundled/infer"
+
+
+class Server:
+    """A process of `acclimate serve`, and requests to it."""
+
+    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
+        self.process, self.port = process, port
+
+    def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, http.client.HTTPMessage]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        content = json.dumps(body).encode() if isinstance(body, (dict, list)) else body
+        connection.request(method, path, content, {name.replace("_", "-"): value for name, value in headers.items()})
+        answer = connection.getresponse()
+        content = answer.read()
+        connection.close()
+        try:
+            return answer.status, json.loads(content), answer.headers
+        except ValueError:
+            return answer.status, content, answer.headers
+
+    def infer(self, images: np.ndarray, stream: str | int = 0) -> dict[str, Any]:
+        only = {"name": "images", "datatype": "FP32", "shape": list(images.shape), "data": images.ravel().tolist()}
+        code, told, _ = self.ask("POST", WHERE, {"inputs": [only], "parameters": {"sequence_id": stream}})
+        assert code == 200, told
+        return {output["name"]: output["data"] for output in told["outputs"]} | told["parameters"]
+
+    def steps(self, stream: str, expected: int) -> int:
+        """Return the number of steps of a stream, the last of which may still run behind its reply."""
+        steps, until = -1, time.monotonic() + 10
+        while steps != expected and time.monotonic() < until:
+            streams = self.ask("GET", "/streams")[1]["streams"]
+            steps = next((each["steps"] for each in streams if each["name"] == stream), -1)
+        return steps
+
+
+@contextmanager
+def running(folder: Path, *arguments: str) -> Iterator[Server]:
+    (folder / "token").write_text(TOKEN)
+    command = [sys.executable, "-m", "acclimate", "serve", "--model", "bundled", "--method", "tent", "--port", "0"]
+    command += ["--states", str(folder / "states"), "--auth-token-file", str(folder / "token"), *arguments]
+    with open(folder / "log", "a") as log:
+        process = subprocess.Popen(command, env=child_environment(), stdout=subprocess.PIPE, stderr=log, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        found = re.search(r":(\d+)/", line)
+        assert found, (line, (folder / "log").read_text())
+        server = Server(process, int(found[1]))
+        assert server.ask("GET", "/v2/health/ready")[0] == 200
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("server")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def images() -> np.ndarray:
+    pixels = acclimate.bundled.images().pixels[:4]
+    return acclimate.bundled.PREPROCESS.normalised(pixels).numpy()
+
+
+def png(index: int = 0) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(acclimate.bundled.images().pixels[index]).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_health_and_metadata(server):
+    for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/bundled/ready", "/v2/models/bundled/versions/1/ready"):
+        assert server.ask("GET", path)[0] == 200
+    assert server.ask("GET", "/v2")[1]["name"] == "acclimate"
+    model = server.ask("GET", "/v2/models/bundled")[1]
+    assert model["inputs"][0]["shape"] == [-1, 3, 28, 28] and model["outputs"][0]["shape"] == [-1, 10]
+    for path in ("/v2/models/other", "/v2/models/bundled/versions/2", "/nothing"):
+        code, told, _ = server.ask("GET", path)
+        assert code == 404 and isinstance(told["error"], str)
+
+
+def test_streams_adapt_apart_as_an_adapter_would(server, images):
+    alone = acclimate.adapt(acclimate.bundled.model(), "tent", mean=(0.5,) * 3, std=(0.5,) * 3)
+    for _ in range(3):
+        expected = alone(torch.from_numpy(images)).numpy()
+        for stream in ("one", "two"):
+            told = server.infer(images, stream)
+            np.testing.assert_allclose(np.reshape(told["logits"], (4, 10)), expected, atol=1e-4)
+            assert told["learned"] and told["stream"] == stream
+            assert told["label"] == [acclimate.bundled.CLASSES[each] for each in told["class"]]
+    assert server.steps("one", 3) == server.steps("two", 3) == 3
+
+
+def test_tritonclient(server, images):
+    triton = pytest.importorskip("tritonclient.http")
+    with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
+        assert client.is_server_live() and client.is_server_ready() and client.is_model_ready("bundled")
+        assert client.get_model_metadata("bundled", "1")["platform"] == "acclimate"
+        for binary in (True, False):
+            given = triton.InferInput("images", list(images.shape), "FP32")
+            given.set_data_from_numpy(images, binary_data=binary)
+            wanted = [triton.InferRequestedOutput(name, binary_data=binary) for name in ("logits", "class", "label")]
+            answer = client.infer("bundled", [given], outputs=wanted, sequence_id=17, sequence_start=True)
+            logits, labels = answer.as_numpy("logits"), answer.as_numpy("label")
+            assert logits.shape == (4, 10) and (answer.as_numpy("class") == logits.argmax(-1)).all()
+            names = [each.decode() if isinstance(each, bytes) else each for each in labels.tolist()]
+            assert names == [acclimate.bundled.CLASSES[each] for each in logits.argmax(-1)]
+        files = triton.InferInput("images", [2], "BYTES")
+        files.set_data_from_numpy(np.array([png(0), png(1)], dtype=np.object_))
+        answer = client.infer("bundled", [files], sequence_id=18, sequence_start=True)
+        np.testing.assert_allclose(answer.as_numpy("logits"), logits[:2], atol=1e-4)
+        with pytest.raises(triton.InferenceServerException, match="its name has to be"):
+            client.infer("bundled", [triton.InferInput("other", [1], "BYTES").set_data_from_numpy(np.array([b""], object))])
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl on this machine")
+def test_curl(server, tmp_path):
+    (tmp_path / "boot.png").write_bytes(png())
+    address = f"http://127.0.0.1:{server.port}"
+    file = ["--data-binary", f"@{tmp_path / 'boot.png'}", "-H", "Content-Type: image/png"]
+    done = subprocess.run(
+        ["curl", "-sS", *file, f"{address}{WHERE}?sequence_id=curl"], capture_output=True, check=True, timeout=60
+    )
+    outputs = {output["name"]: output["data"] for output in json.loads(done.stdout)["outputs"]}
+    assert outputs["label"] == ["ankle boot"]
+    done = subprocess.run(["curl", "-sS", f"{address}/metrics"], capture_output=True, check=True, text=True, timeout=60)
+    assert 'acclimate_requests_total{code="200"}' in done.stdout and "acclimate_steps_total" in done.stdout
+
+
+def test_wrong_requests_get_a_4xx_and_change_no_state(server, images):
+    server.infer(images, "careful")
+    assert server.steps("careful", 1) == 1
+    bomb = io.BytesIO()
+    Image.new("1", (30_000, 30_000)).save(bomb, "PNG")
+    small = {"inputs": [{"name": "images", "datatype": "FP32", "shape": [1, 3, 5, 5], "data": [0.0] * 75}]}
+    asked = [
+        (400, small, {}),
+        (400, b"{", {}),
+        (400, b"{}", {"Inference_Header_Content_Length": "7"}),
+        (400, png()[:100], {"Content_Type": "image/png"}),
+        (400, bomb.getvalue(), {"Content_Type": "image/png"}),
+        (400, b"<svg/>", {"Content_Type": "image/svg+xml"}),
+        (413, b"", {"Content_Length": str(2**40)}),
+        (415, b"x", {"Content_Encoding": "gzip"}),
+    ]
+    for code, body, headers in asked:
+        found, told, _ = server.ask("POST", f"{WHERE}?sequence_id=careful", body, **headers)
+        assert found == code and isinstance(told["error"], str), (code, found, told)
+    assert server.steps("careful", 1) == 1
+    assert server.ask("GET", WHERE)[0] == 405
+
+
+def test_streams_are_changed_with_the_token_alone(server, images):
+    token = {"Authorization": f"Bearer {TOKEN}"}
+    server.infer(images, "admin/ü 1")
+    here = "/streams/admin%2F%C3%BC%201"
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        assert server.ask("POST", f"{here}/reset", **headers)[0] == 401
+    assert server.ask("POST", "/streams/unknown/reset", **token)[0] == 404
+    assert server.ask("POST", f"{here}/explode", **token)[0] == 404
+    assert server.ask("POST", f"{here}/rollback", **token)[0] == 409
+    code, state, _ = server.ask("GET", f"{here}/state", **token)
+    assert code == 200 and isinstance(state, bytes)
+    first = server.infer(images, "admin/ü 1")["logits"]
+    assert server.ask("PUT", "/streams/other/state", state, **token)[0] == 200
+    assert server.infer(images, "other")["logits"] == first
+    assert server.ask("PUT", "/streams/other/state", state[:-1], **token)[0] == 409
+    assert server.ask("POST", f"{here}/freeze", **token)[0] == 200
+    assert server.infer(images, "admin/ü 1")["reason"] == "frozen"
+    assert server.ask("DELETE", f"{here}/state", **token)[0] == 200 and server.ask("GET", f"{here}/state", **token)[0] == 404
+
+
+def test_a_killed_server_continues_from_a_whole_state(tmp_path, images):
+    """kill -9 while states are being written: the next server continues from one of them."""
+    with running(tmp_path, "--write-after", "0") as server:
+        for _ in range(6):
+            server.infer(images, "camera")
+        file = tmp_path / "states" / "camera.safetensors"
+        until = time.monotonic() + 20
+        while not file.exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        server.process.send_signal(signal.SIGKILL)
+        server.process.wait()
+    steps = int(acclimate.load(file, acclimate.bundled.model()).steps)
+    assert 1 <= steps <= 6
+    with running(tmp_path) as server:
+        server.infer(images, "camera")
+        assert server.steps("camera", steps + 1) == steps + 1
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(30) == -signal.SIGTERM  # after a drain, which writes what is not written yet
+    assert int(acclimate.load(file, acclimate.bundled.model()).steps) == steps + 1
+    messages = [json.loads(line)["message"] for line in (tmp_path / "log").read_text().splitlines()]
+    assert messages.count("started") == 2 and messages[-2:] == ["draining", "stopped"]
+    assert os.listdir(tmp_path / "states") == ["camera.safetensors"]
