@@ -19,13 +19,13 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-import acclimate
-from acclimate.core.registry import find_method
+from acclimate.core.registry import find_method, fitting_methods
 from acclimate.core.statistics import choose_statistics
 from acclimate.data import bundled
 from acclimate.data.domains import Corrupted
 from acclimate.data.streams import Stream
 from acclimate.evaluation.cost import measure
+from acclimate.models.families import view_of
 
 PAPER = {"tent": "5 min", "sar": "7 min", "dct": "8 min", "memo": "14 h", "dda": "5 days"}
 
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--methods", help="separated by commas; default: all")
     options = parser.parse_args()
     console = Console()
-    names = options.methods.split(",") if options.methods else acclimate.list_methods()
+    names = options.methods.split(",") if options.methods else fitting_methods(view_of(bundled.model()))
     images = bundled.images().sample(options.batch_size * (options.rounds + 1))
     glass = Corrupted(images, "glass_blur", 2, mean=bundled.MEAN, std=bundled.STD, constants="imagenet-c")
     batches = [batch.images for batch in Stream(glass, batch_size=options.batch_size)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from acclimate.models.families import families
-from acclimate.testing.check import tiny_batches, tiny_vit
+from acclimate.testing.check import tiny_batches, tiny_model
 
 torch.set_num_threads(int(os.environ.get("ACCLIMATE_TEST_THREADS", "1")))  # more would wait for each other at this size
 # The same examples everywhere. A range of floats, or of integers beyond 99, would not give them: Hypothesis also draws the
@@ -22,7 +22,7 @@ hypothesis.settings.load_profile("ci")
 
 @pytest.fixture
 def model():
-    return tiny_vit()
+    return tiny_model()
 
 
 @pytest.fixture

@@ -14,7 +14,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from acclimate.testing.check import tiny_batches, tiny_vit
+import acclimate
+from acclimate.core.registry import find_method
+from acclimate.testing.check import tiny_batches, tiny_model
 
 TESTS = Path(__file__).parent
 GOLDEN = TESTS / "golden"
@@ -26,9 +28,9 @@ SINGLE = torch.finfo(torch.float32).eps
 FACTOR = 10  # as that of the recordings' tolerances
 
 
-def double_vit(family: str = "timm") -> nn.Module:
+def double_model(family: str = "timm") -> nn.Module:
     """Return the tiny ViT in float64."""
-    return tiny_vit(family).double()
+    return tiny_model(family).double()
 
 
 def double_batches(*args: int, **options: int) -> list[Tensor]:
@@ -60,6 +62,16 @@ def rounding(single: list[Tensor], double: list[Tensor]) -> float:
     distances = [float((a.double() - b).abs().max()) for a, b in zip(single, double, strict=True)]
     scale = max(float(b.abs().max()) for b in double)
     return FACTOR * max(*distances, SINGLE * scale)
+
+
+def methods_of(*without: str) -> list[str]:
+    """Return the methods that need none of these parts of a model."""
+    return [name for name in acclimate.list_methods() if not {*without} & {*find_method(name).info.requires}]
+
+
+def vit_methods() -> list[str]:
+    """Return the methods that suit a ViT, which has no BatchNorm."""
+    return methods_of("batch norms")
 
 
 def child_environment() -> dict[str, str]:

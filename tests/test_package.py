@@ -14,7 +14,7 @@ import acclimate
 from acclimate import cli
 from acclimate.core import registry
 from acclimate.testing import check
-from acclimate.testing.check import tiny_vit
+from acclimate.testing.check import tiny_model
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -38,7 +38,7 @@ def test_help_does_not_import_torch():
 
 def test_wrapping_a_timm_model_does_not_import_transformers():
     loaded = modules_after(
-        "import acclimate; from acclimate.testing.check import tiny_vit; acclimate.adapt(tiny_vit(), 'dct')"
+        "import acclimate; from acclimate.testing.check import tiny_model; acclimate.adapt(tiny_model(), 'dct')"
     )
     assert "transformers" not in loaded
 
@@ -54,7 +54,7 @@ def test_any_method_may_be_imported_first(first):
 def test_every_public_name_exists():
     for name in acclimate.__all__:
         assert getattr(acclimate, name) is not None
-    assert len(acclimate.__all__) <= 14
+    assert len(acclimate.__all__) <= 15
     assert not hasattr(acclimate, "no_such_name")
 
 
@@ -73,9 +73,9 @@ def test_the_calls_in_the_readme_work(tmp_path, batches, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
     code = next(block for block in blocks if "rollback" in block)
-    names = {"acclimate": acclimate, "model": tiny_vit(), "fresh_model": tiny_vit(), "images": batches[0]}
+    names = {"acclimate": acclimate, "model": tiny_model(), "fresh_model": tiny_model(), "images": batches[0]}
     exec(code, names)
-    assert torch.equal(names["source"].head.weight, tiny_vit().head.weight)
+    assert torch.equal(names["source"].head.weight, tiny_model().head.weight)
 
 
 def test_methods_command(capsys):
@@ -100,7 +100,7 @@ def test_an_unknown_method_is_an_error_message(capsys):
 
 
 def test_inspect_command(tmp_path, capsys, batches):
-    model = acclimate.adapt(tiny_vit(), "sar")
+    model = acclimate.adapt(tiny_model(), "sar")
     model(batches[0])
     model.save(tmp_path / "s.safetensors")
     assert cli.main(["inspect", str(tmp_path / "s.safetensors")]) == 0

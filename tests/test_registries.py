@@ -17,7 +17,7 @@ from acclimate.data import layouts
 from acclimate.data.catalog import data_sets, open_data
 from acclimate.data.preprocess import Preprocess
 from acclimate.errors import ConfigError
-from acclimate.testing.check import tiny_batches, tiny_vit
+from acclimate.testing.check import tiny_batches, tiny_model
 
 METHOD = """
 import acclimate
@@ -70,9 +70,9 @@ def test_a_method_is_one_file(package):
 
 def test_a_method_in_a_file_is_found_by_name_and_by_file(method_file):
     assert registry.find_method(str(method_file)).name == "mine-in-a-file" == registry.find_method("mine-in-a-file").name
-    model = acclimate.adapt(tiny_vit(), str(method_file), sharpness=2.0)
+    model = acclimate.adapt(tiny_model(), str(method_file), sharpness=2.0)
     images = tiny_batches(1)[0]
-    torch.testing.assert_close(model(images), 2 * acclimate.adapt(tiny_vit(), "source")(images))
+    torch.testing.assert_close(model(images), 2 * acclimate.adapt(tiny_model(), "source")(images))
 
 
 def test_a_bench_table_and_report_know_a_method_in_a_file(method_file, tmp_path, capsys):
@@ -139,8 +139,8 @@ def test_a_family_is_one_file(package):
     (package / "models" / "families" / "other.py").write_text(
         timm.replace('Family("timm", "timm"', 'Family("other", "timm"')
     )
-    code = "from acclimate.models.families import families; from acclimate.testing.check import tiny_vit; "
-    assert "other" in python(package, code + "print(list(families()), type(tiny_vit('other')))")
+    code = "from acclimate.models.families import families; from acclimate.testing.check import tiny_model; "
+    assert "other" in python(package, code + "print(list(families()), type(tiny_model('other')))")
 
 
 def test_a_data_set_is_one_entry(tmp_path, monkeypatch):

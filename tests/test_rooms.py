@@ -10,7 +10,8 @@ import acclimate
 SOURCE = Path(acclimate.__file__).parent
 # From the top down. `core` and `models` know each other: core passes models through their view.
 ROOMS = [
-    "errors", "core models", "data", "training", "methods", "evaluation", "report", "papers", "analysis", "testing", "cli",
+    "errors", "core models", "data", "training", "methods", "evaluation", "report", "papers", "analysis", "serve", "testing",
+    "cli",
 ]  # fmt: skip
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms.split()}
 EXCEPTIONS = {("models/loading.py", "data")}  # the entry of the bundled model, imported when it is asked for

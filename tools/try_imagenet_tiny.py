@@ -27,7 +27,7 @@ from timm.data import resolve_model_data_config
 from acclimate.cli._arguments import methods
 from acclimate.cli._parser import words
 from acclimate.data.corruptions import CORRUPTIONS
-from acclimate.data.domains import Corrupted, Images
+from acclimate.data.domains import Corrupted, Domain, Images, Subset
 from acclimate.data.streams import Stream
 from acclimate.evaluation.formats import markdown, terminal
 from acclimate.evaluation.grid import run_grid
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--severities", default="5,3", help="default: %(default)s")
     parser.add_argument("--corruptions", default=",".join(CORRUPTIONS), help="default: all 15")
     parser.add_argument("--methods", type=words, default="source,tent,sar,dct,eta,neo,keel", help="default: %(default)s")
+    parser.add_argument("--images", type=int, help="number of photographs, always the same ones; default: all")
     parser.add_argument("--runs", type=Path, default=Path("runs/imagenet-tiny"))
     options = parser.parse_args()
     if not (options.assets / WEIGHTS).exists():
@@ -56,7 +57,10 @@ def main() -> None:
     images = photographs(options.assets / "nips17")
     console = Console()
     for severity in map(int, options.severities.split(",")):
-        domains = [Corrupted(images, name, severity, **normalisation) for name in options.corruptions.split(",")]
+        names = options.corruptions.split(",")
+        domains: list[Domain] = [Corrupted(images, name, severity, **normalisation) for name in names]
+        if options.images:
+            domains = [Subset.sample(domain, options.images) for domain in domains]
         outcomes = run_grid(
             open_testbed(model.eval(), domains, model_name="vit_tiny_patch16_224.in1k"),
             [Stream(domain, seed=0) for domain in domains],
@@ -65,7 +69,7 @@ def main() -> None:
             console=console,
         )
         grid = Grid(outcomes)
-        console.print(terminal(grid, f"Top-1 in %, severity {severity}, {len(images.labels)} photographs"))
+        console.print(terminal(grid, f"Top-1 in %, severity {severity}, {len(domains[0].labels)} photographs"))
         print(markdown(grid))
 
 

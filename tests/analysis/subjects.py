@@ -11,7 +11,7 @@ from acclimate.analysis.subject import Subject, predicted
 from acclimate.data.catalog import Data
 from acclimate.data.domains import Corrupted, Domain, DomainKey, Images
 from acclimate.evaluation.testbed import Testbed
-from acclimate.testing.check import SIZES, tiny_vit
+from acclimate.testing.check import SIZES, tiny_model
 
 HALF = (0.5, 0.5, 0.5)
 
@@ -36,7 +36,7 @@ def tiny_subject(
         return Corrupted(images, *key, mean=HALF, std=HALF, constants=constants)
 
     data = Data("tiny", [opened(DomainKey("clean"))], classes, opener=opened, severity=severity)
-    return Subject(Testbed(tiny_vit(family), "tiny", data, lambda size: options or {}), **more)
+    return Subject(Testbed(tiny_model(family), "tiny", data, lambda size: options or {}), **more)
 
 
 def labelled_subject(count: int = 24, classes: Sequence[str] | None = None, **more: Any) -> Subject:

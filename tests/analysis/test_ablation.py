@@ -14,12 +14,12 @@ from acclimate.analysis.subject import Subject
 from acclimate.core.engine import entropy
 from acclimate.core.registry import create_method
 from acclimate.evaluation.testbed import Testbed, open_testbed
-from acclimate.testing.check import SIZES, tiny_batches, tiny_vit
+from acclimate.testing.check import SIZES, tiny_batches, tiny_model
 
 
 def test_a_radius_of_zero_is_a_plain_step_on_the_entropy():
-    model, (images,) = tiny_vit(), tiny_batches(count=1)
-    adapter = acclimate.adapt(tiny_vit(), "sar", rho=0.0, margin=10.0, lr=0.1, momentum=0.0, recovery=0.0, guard=None)
+    model, (images,) = tiny_model(), tiny_batches(count=1)
+    adapter = acclimate.adapt(tiny_model(), "sar", rho=0.0, margin=10.0, lr=0.1, momentum=0.0, recovery=0.0, guard=None)
     adapter(images)
     entropy(model(images)).mean().backward()
     before = dict(model.named_parameters())
@@ -32,10 +32,10 @@ def test_a_radius_of_zero_is_a_plain_step_on_the_entropy():
 
 def test_a_margin_of_ln_c_lets_every_sample_through():
     (images,) = tiny_batches(count=1)
-    adapter = acclimate.adapt(tiny_vit(), "dct", margin=math.log(SIZES.classes), guard=None)
+    adapter = acclimate.adapt(tiny_model(), "dct", margin=math.log(SIZES.classes), guard=None)
     adapter(images)
     assert adapter.record.used == len(images)
-    adapter = acclimate.adapt(tiny_vit(), "dct", guard=None)
+    adapter = acclimate.adapt(tiny_model(), "dct", guard=None)
     adapter(images)
     assert adapter.record.used < len(images), "else the filter would not be there to be left out"
 

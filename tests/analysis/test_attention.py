@@ -14,11 +14,11 @@ from torch import nn
 import acclimate
 from acclimate.analysis.attention import Layout, attention_maps, in_parts, reach, rollout_maps, rollouts
 from acclimate.errors import ConfigError, InputError, ModelError
-from acclimate.models.families import view
+from acclimate.models.families import view_of
 from acclimate.models.surgery import capture
 from acclimate.testing import replay
-from acclimate.testing.check import SIZES, tiny_batches, tiny_vit
-from support import GOLDEN, assert_exact, double_batches, double_vit
+from acclimate.testing.check import SIZES, tiny_batches, tiny_model
+from support import GOLDEN, assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 GRID = Layout(tokens=10, rows=3, columns=3, patch=4)
@@ -33,16 +33,16 @@ def weights(*shape, seed=0):
 
 def test_maps_are_those_of_the_model(family):
     """With the values and the output projection they give what the model's own attention gave."""
-    model, images = double_vit(family), double_batches(1)[0]
-    vit = view(model)
-    modules = [block.attention for block in vit.blocks]
+    model, images = double_model(family), double_batches(1)[0]
+    view = view_of(model)
+    modules = [block.attention for block in view.blocks]
     with torch.no_grad(), capture(modules) as seen:
-        expected = vit.logits(images)
+        expected = view.logits(images)
     before = dict(model.named_modules())
     for i, attention in attention_maps(model, images):
         assert attention.shape == (len(images), SIZES.heads, 17, 17)
         assert_exact(attention.sum(-1), torch.ones(attention.shape[:-1], dtype=torch.float64))
-        opened = vit.blocks[i].open_attention(modules[i], SIZES.heads)
+        opened = view.blocks[i].open_attention(modules[i], SIZES.heads)
         with torch.no_grad():
             tokens = seen[modules[i]].inputs
             out, theirs = opened.merge(attention @ opened.project(tokens)[2], tokens), seen[modules[i]].outputs
@@ -51,11 +51,11 @@ def test_maps_are_those_of_the_model(family):
     assert i == SIZES.depth - 1
     assert dict(model.named_modules()) == before and not any(m._forward_pre_hooks for m in before.values())
     with torch.no_grad():
-        assert torch.equal(vit.logits(images), expected)
+        assert torch.equal(view.logits(images), expected)
 
 
 def test_of_an_adapter_conditioners_and_all_rows_of_the_last_block(family):
-    adapter, batches = acclimate.adapt(double_vit(family), "dct"), double_batches(2)
+    adapter, batches = acclimate.adapt(double_model(family), "dct"), double_batches(2)
     adapter(batches[0])
     state = {name: t.clone() for name, t in adapter.state_dict().items()}
     maps = dict(attention_maps(adapter, batches[1]))
@@ -63,7 +63,7 @@ def test_of_an_adapter_conditioners_and_all_rows_of_the_last_block(family):
     assert list(adapter.method.generators) == ["0", "1", "2"]
     assert [maps[i].shape[2:] for i in range(SIZES.depth)] == [(17, 18)] * 3 + [(17, 17)]
     # the class token's row is what the short cut of the last block used
-    last = adapter.engine.vit.blocks[-1].open()
+    last = adapter.engine.view.blocks[-1].open()
     with torch.no_grad(), adapter.frozen(), adapter.engine.undivided(), capture([last]) as seen:
         adapter(batches[1])
         tokens = seen[last].inputs
@@ -73,7 +73,7 @@ def test_of_an_adapter_conditioners_and_all_rows_of_the_last_block(family):
 
 
 def test_the_conditioner_takes_its_share_from_the_others():
-    model, images = double_vit(), double_batches(1)[0]
+    model, images = double_model(), double_batches(1)[0]
     (_, plain), *_ = attention_maps(model, images)
     (_, conditioned), *_ = attention_maps(acclimate.adapt(model, "dct"), images)
     without = conditioned[..., :-1] / conditioned[..., :-1].sum(-1, keepdim=True)
@@ -82,7 +82,7 @@ def test_the_conditioner_takes_its_share_from_the_others():
 
 
 def test_a_method_that_predicts_with_a_teacher_shows_the_teacher():
-    adapter, images = acclimate.adapt(tiny_vit(), "cotta", mean=0.5, std=0.5), tiny_batches(1)[0]
+    adapter, images = acclimate.adapt(tiny_model(), "cotta", mean=0.5, std=0.5), tiny_batches(1)[0]
     (_, before), *_ = attention_maps(adapter, images)
     with torch.no_grad():
         for p in adapter.engine.adapted.tensors:
@@ -98,7 +98,7 @@ def test_a_method_that_predicts_with_a_teacher_shows_the_teacher():
 
 def test_a_compiled_adapter_is_seen_too():
     images = double_batches(1)[0]
-    plain, compiled = (acclimate.adapt(double_vit(), "dct", compile=how) for how in (False, "eager"))
+    plain, compiled = (acclimate.adapt(double_model(), "dct", compile=how) for how in (False, "eager"))
     with compiled.frozen():
         compiled(images)
     for (_, a), (_, b) in zip(attention_maps(plain, images), attention_maps(compiled, images)):
@@ -111,10 +111,10 @@ def test_prompts_and_registers_are_not_taken_for_patches():
     layout = Layout.of(model, images)
     assert layout == Layout(tokens=21, rows=4, columns=4, patch=8)
     adapter = acclimate.adapt(model, "source")
-    vit = adapter.engine.vit
-    vit.restore()
-    vit.prompt({1: nn.Parameter(torch.randn(5, 32).double())})
-    vit.shorten()
+    view = adapter.engine.view
+    view.restore()
+    view.prompt({1: nn.Parameter(torch.randn(5, 32).double())})
+    view.shorten()
     maps = [attention for _, attention in attention_maps(adapter, images)]
     assert [m.shape[2:] for m in maps] == [(21, 21), (26, 26), (26, 26)]
     seen = [reach(attention, layout) for attention in maps]
@@ -138,8 +138,8 @@ def test_parts_are_small_and_complete(model):
 def test_bad_input(model):
     with pytest.raises(InputError, match="batch dimension"):
         attention_maps(model, torch.zeros(3, 32, 32))
-    with pytest.raises(ModelError, match="not a vision transformer"):
-        attention_maps(nn.Linear(3, 3), torch.zeros(1, 3, 32, 32))
+    with pytest.raises(ModelError, match="this figure needs the blocks of a vision transformer"):
+        attention_maps(tiny_model("resnet"), torch.zeros(1, 3, 32, 32))
     with pytest.raises(ModelError, match="16 patches are no grid of squares over an image of 32 x 40"):
         Layout.of(model, torch.zeros(1, 3, 32, 40))
     with pytest.raises(ConfigError, match="added='kept'"):

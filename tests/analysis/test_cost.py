@@ -10,7 +10,7 @@ from subjects import tiny_subject
 
 from acclimate.analysis import cost as figure_of_cost
 from acclimate.evaluation.cost import Cost
-from acclimate.testing.check import tiny_batches, tiny_vit
+from acclimate.testing.check import tiny_batches, tiny_model
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_cost_is_the_median_of_steps_in_passes_around_them(monkeypatch):
         ends[0] = not ends[0]
         return clock[0]
 
-    model = tiny_vit()
+    model = tiny_model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=now))
     found = cost.measure(model, "sar", tiny_batches(count=4), options={"margin": 10.0}, guard=None)

@@ -12,9 +12,9 @@ import torch
 import acclimate
 from acclimate.analysis.embedding import FOLDS, conditioned_blocks, embed, frequent, joined, separability, standardised
 from acclimate.errors import ConfigError, InputError
-from acclimate.models.families import view
-from acclimate.testing.check import SIZES, tiny_batches, tiny_vit
-from support import SINGLE, assert_exact, double_batches, double_vit
+from acclimate.models.families import view_of
+from acclimate.testing.check import SIZES, tiny_batches, tiny_model
+from support import SINGLE, assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
 LAYERS = range(1, SIZES.depth + 1)
@@ -25,29 +25,29 @@ def images(count: int = 20) -> torch.Tensor:
 
 
 def test_class_tokens_are_those_behind_the_blocks_and_before_the_head(family):
-    model = double_vit(family)
-    vit = view(model)
+    model = double_model(family)
+    view = view_of(model)
     found = embed(model, images(), layers=LAYERS).class_tokens
-    for layer, block in zip(LAYERS, vit.blocks):
+    for layer, block in zip(LAYERS, view.blocks):
         outputs = []
         hook = block.module.register_forward_hook(lambda _, __, out, outputs=outputs: outputs.append(out[:, 0]))
         with torch.no_grad():
-            features = vit.features(images())[0]
+            features = view.features(images())[0]
         hook.remove()
         expected = features if layer == SIZES.depth else outputs[0]
         assert_exact(found[layer], expected, f"layer {layer}")
 
 
 def test_an_adapter_that_learned_nothing_has_the_tokens_of_its_source(family):
-    expected = embed(double_vit(family), images(), layers=LAYERS).class_tokens
-    found = embed(acclimate.adapt(double_vit(family), "source"), images(), layers=LAYERS).class_tokens
+    expected = embed(double_model(family), images(), layers=LAYERS).class_tokens
+    found = embed(acclimate.adapt(double_model(family), "source"), images(), layers=LAYERS).class_tokens
     for layer in LAYERS:
         assert_exact(found[layer], expected[layer], f"layer {layer}")
 
 
 @pytest.mark.parametrize("method", ["dct", "cotta"])
 def test_the_head_makes_the_logits_of_the_last_layer_and_looking_changes_nothing(method):
-    adapter = acclimate.adapt(double_vit(), method, mean=0.5, std=0.5)
+    adapter = acclimate.adapt(double_model(), method, mean=0.5, std=0.5)
     for batch in tiny_batches():
         adapter(batch)
     before = adapter.snapshot()
@@ -57,7 +57,7 @@ def test_the_head_makes_the_logits_of_the_last_layer_and_looking_changes_nothing
         logits = adapter(images())
     # CoTTA predicts by its teacher, head included
     teacher = adapter.engine.adapted.using(adapter.method.teacher.weights) if method == "cotta" else nullcontext()
-    head = adapter.engine.vit.head
+    head = adapter.engine.view.head
     with teacher, torch.no_grad():  # the tokens were rounded to float32
         assert ((head(last.double()) - logits).abs() <= SINGLE * last.double().abs() @ head.weight.abs().T).all()
     after = adapter.snapshot()
@@ -66,18 +66,18 @@ def test_the_head_makes_the_logits_of_the_last_layer_and_looking_changes_nothing
 
 
 def test_conditioners_are_what_attention_appends(family):
-    adapter = acclimate.adapt(double_vit(family), "dct")
+    adapter = acclimate.adapt(double_model(family), "dct")
     for batch in tiny_batches():
         adapter(batch)
     blocks = conditioned_blocks(adapter)
     assert blocks[:2] == [0, 1]
     found = embed(adapter, images(), layers=[1], blocks=blocks).conditioners
-    attention = adapter.engine.vit.blocks[1].open()
+    attention = adapter.engine.view.blocks[1].open()
     appended = []
     real = attention.extra
     attention.extra = lambda token: appended.append(real(token)) or appended[-1]
     with torch.no_grad():
-        adapter.engine.vit.logits(images())
+        adapter.engine.view.logits(images())
     attention.extra = real
     for part, vectors in zip("kv", appended[0]):
         assert found[1, part].shape == (20, SIZES.width)
@@ -91,24 +91,24 @@ def test_conditioners_are_what_attention_appends(family):
 
 
 def test_only_a_generator_makes_conditioners():
-    assert conditioned_blocks(tiny_vit()) == []
-    assert conditioned_blocks(acclimate.adapt(tiny_vit(), "tent")) == []
-    assert conditioned_blocks(acclimate.adapt(tiny_vit(), "dct", generator=False)) == []
-    assert conditioned_blocks(acclimate.adapt(tiny_vit(), "dct", blocks=[1, 2])) == [1, 2]
+    assert conditioned_blocks(tiny_model()) == []
+    assert conditioned_blocks(acclimate.adapt(tiny_model(), "tent")) == []
+    assert conditioned_blocks(acclimate.adapt(tiny_model(), "dct", generator=False)) == []
+    assert conditioned_blocks(acclimate.adapt(tiny_model(), "dct", blocks=[1, 2])) == [1, 2]
 
 
 def test_a_layer_or_block_that_is_not_there_is_named():
     with pytest.raises(ConfigError, match=f"layers: 0 is not one of 1 to {SIZES.depth}"):
-        embed(tiny_vit(), images(), layers=[0])
+        embed(tiny_model(), images(), layers=[0])
     with pytest.raises(ConfigError, match="blocks: 1 has no conditioners \\(none of"):
-        embed(tiny_vit(), images(), layers=[1], blocks=[1])
+        embed(tiny_model(), images(), layers=[1], blocks=[1])
     with pytest.raises(InputError, match="Expected images"):
-        embed(tiny_vit(), images()[:, :1], layers=[1])
+        embed(tiny_model(), images()[:, :1], layers=[1])
 
 
 def test_joined_keeps_the_order():
-    parts = [embed(double_vit(), part, layers=[2]) for part in images().split(13)]
-    assert_exact(joined(parts).class_tokens[2], embed(double_vit(), images(), layers=[2]).class_tokens[2])
+    parts = [embed(double_model(), part, layers=[2]) for part in images().split(13)]
+    assert_exact(joined(parts).class_tokens[2], embed(double_model(), images(), layers=[2]).class_tokens[2])
 
 
 def points(kinds: np.ndarray, shift: float, seed: int = 0) -> np.ndarray:

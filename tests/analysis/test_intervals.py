@@ -8,7 +8,7 @@ from scipy import stats
 
 import acclimate
 from acclimate.analysis.intervals import LEAST_IMAGES, LEAST_STEPS, Adaptation, Interval, bootstrap, paired, verdict
-from acclimate.testing.check import tiny_batches, tiny_vit
+from acclimate.testing.check import tiny_batches, tiny_model
 
 MANY = Adaptation(8, 0.01)
 ABOVE = Interval(0.2, 0.1, 0.3, 100)
@@ -53,7 +53,7 @@ def test_a_verdict_about_adaptation_needs_one_that_did_something():
 
 
 def test_an_adaptation_is_that_of_its_adapter():
-    adapter = acclimate.adapt(tiny_vit(), "tent", lr=0.1)
+    adapter = acclimate.adapt(tiny_model(), "tent", lr=0.1)
     assert Adaptation.of(adapter) == (0, 0)
     adapter(tiny_batches(1)[0])
     assert Adaptation.of(adapter).steps == 1 and Adaptation.of(adapter).drift > 0

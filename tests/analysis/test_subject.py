@@ -17,7 +17,7 @@ from acclimate.data.disk import Files
 from acclimate.data.preprocess import Preprocess
 from acclimate.errors import ConfigError, InputError
 from acclimate.evaluation.testbed import Testbed, open_testbed
-from acclimate.testing.check import SIZES, tiny_vit
+from acclimate.testing.check import SIZES, tiny_model
 
 STORED = Preprocess(None, None, HALF, HALF)
 
@@ -90,7 +90,7 @@ def stored(tmp_path):
     def opened(key):
         return Files(tmp_path / f"fog/{key.severity}", files, [0] * 6, STORED, name=key.name, severity=key.severity)
 
-    model = tiny_vit()
+    model = tiny_model()
     model.pretrained_cfg = {"mean": HALF, "std": HALF, "crop_pct": 0.875}
     from acclimate.data.domains import DomainKey
 

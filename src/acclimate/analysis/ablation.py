@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.registry import create_method
 from ..methods._leading import leading_blocks
-from ..models.families import view
+from ..models.families import view_of
 from ..papers.dct.reported import reported
 from .figures import HUES, INK, Figure, drawing, new, spoken
 from .intervals import enough, verdict
@@ -62,8 +62,8 @@ def draw(subject: Subject, *, corruptions: Sequence[str] = FIVE, severity: int |
 
 def parts(subject: Subject) -> dict[str, dict[str, tuple[str, Mapping[str, Any]]]]:
     """Return the variants by what they are about. What equals DCT as it is here has its options, and so is its run."""
-    vit, tuned = view(subject.model), subject.testbed.options
-    depth, base = len(vit.blocks), tuned("dct", BATCH)
+    view, tuned = view_of(subject.model), subject.testbed.options
+    depth, base = len(view.blocks), tuned("dct", BATCH)
     usual = create_method("dct", base).config
 
     def changed(**options: Any) -> tuple[str, Mapping[str, Any]]:
@@ -92,7 +92,7 @@ def parts(subject: Subject) -> dict[str, dict[str, tuple[str, Mapping[str, Any]]
         "step": {
             "no sharpness-aware ascent": changed(rho=0.0),
             # no prediction's entropy is above ln C
-            "no filter of samples": changed(margin=math.log(vit.classes)),
+            "no filter of samples": changed(margin=math.log(view.classes)),
         },
     }
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from ..core.adapter import Adapter
 from ..errors import ConfigError, ModelError, require_between
-from ..models.families import view
+from ..models.families import view_of
 from ..models.surgery import OpenAttention
-from ..models.view import ViT
+from ..models.view import PARTS, ModelView, require_supported
 
 AT_ONCE = 2**25  # queries, in numbers, that are held at once; with the keys, a quarter of a gigabyte
 ADDED = ("dropped", "class")
@@ -38,7 +38,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> Iterator[tuple[int, Tens
         model: A model in evaluation mode, or an adapter.
         images: A batch as the model takes it; `in_parts` cuts many images into such batches.
     """
-    vit = vit_of(model)
+    view = vit_of(model)
     seen: dict[int, tuple[Tensor, Tensor, float | Tensor]] = {}
     here = threading.get_ident()
 
@@ -50,19 +50,21 @@ def attention_maps(model: nn.Module, images: Tensor) -> Iterator[tuple[int, Tens
 
         return note
 
-    hooks = [block.attention.register_forward_pre_hook(noting(i, block.opened())) for i, block in enumerate(vit.blocks)]
+    hooks = [block.attention.register_forward_pre_hook(noting(i, block.opened())) for i, block in enumerate(view.blocks)]
     try:
         with torch.no_grad(), passing(model) as run:
             run(images)
     finally:
         for hook in hooks:
             hook.remove()
-    return ((i, _weights(*seen.pop(i))) for i in range(len(vit.blocks)))
+    return ((i, _weights(*seen.pop(i))) for i in range(len(view.blocks)))
 
 
-def vit_of(model: nn.Module) -> ViT:
+def vit_of(model: nn.Module) -> ModelView:
     """Return the view of a model, or of that in an adapter."""
-    return model.engine.vit if isinstance(model, Adapter) else view(model)
+    found = model.engine.view if isinstance(model, Adapter) else view_of(model)
+    require_supported(found.model, bool(found.blocks), f"this figure needs {PARTS['blocks']}")
+    return found
 
 
 @contextmanager
@@ -72,8 +74,8 @@ def passing(model: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
         with model.frozen(), model.engine.undivided():
             yield model
     else:
-        vit = view(model)
-        yield lambda images: vit.logits(vit.check(images))
+        view = view_of(model)
+        yield lambda images: view.logits(view.check(images))
 
 
 def _queries_and_keys(attention: OpenAttention, tokens: Tensor) -> tuple[Tensor, Tensor, float | Tensor]:
@@ -91,8 +93,8 @@ def _weights(q: Tensor, k: Tensor, scale: float | Tensor) -> Tensor:
 
 def in_parts(model: nn.Module, images: Tensor) -> tuple[Tensor, ...]:
     """Return images in batches for which `attention_maps` needs a bounded amount of memory."""
-    vit = vit_of(model)
-    return images.split(max(1, min(64, AT_ONCE // (len(vit.blocks) * vit.tokens * vit.width))))
+    view = vit_of(model)
+    return images.split(max(1, min(64, AT_ONCE // (len(view.blocks) * view.tokens * view.width))))
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,13 @@ class Layout:
     @classmethod
     def of(cls, model: nn.Module, images: Tensor) -> Layout:
         """Return the layout of a model or an adapter over images of this size, which has to be the model's own."""
-        vit = vit_of(model)
+        view = vit_of(model)
         height, width = images.shape[-2:]
-        patches = vit.tokens - vit.prefix
+        patches = view.tokens - view.prefix
         # from the large ones down: what the last column leaves over is less than a patch
         for side in range(min(height, width), 0, -1):
             if (height // side) * (width // side) == patches:
-                return cls(vit.tokens, height // side, width // side, side)
+                return cls(view.tokens, height // side, width // side, side)
         raise ModelError(
             f"{patches} patches are no grid of squares over an image of {height} x {width} pixels: give images of the "
             "model's own size, and a model with square patches."

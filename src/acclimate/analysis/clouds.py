@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..data.corruptions import Integers
-from ..models.families import view
+from ..models.families import view_of
 from .embedding import (
     Array,
     Embedding,
@@ -63,7 +63,7 @@ class Cloud:
 def gather(subject: Subject, corruptions: Sequence[str], method: str, *, severity: int, seed: int = 0) -> Cloud:
     """Adapt to each domain from the source, and to all of them in a row, and keep what the class tokens became."""
     domains = [subject.domain(name, severity) for name in corruptions]
-    layers = range(1, len(view(subject.model).blocks) + 1)
+    layers = range(1, len(view_of(subject.model).blocks) + 1)
     one = subject.adapted(method, domains, seed=seed)
     # the first block's class token is the same for every image, and so are its conditioners
     block = next((number for number in conditioned_blocks(one) if number), None)

@@ -56,8 +56,8 @@ def embed(
         blocks: Whose conditioners are wanted, from 0: only an adapter by DCT has any.
     """
     adapter = model if isinstance(model, Adapter) else None
-    vit = vit_of(model)
-    depth = len(vit.blocks)
+    view = vit_of(model)
+    depth = len(view.blocks)
     for layer in layers:
         if not 1 <= layer <= depth:
             raise ConfigError(f"layers: {layer} is not one of 1 to {depth}, the layers of this model.")
@@ -65,8 +65,8 @@ def embed(
     for block in blocks:
         if block not in conditioned:
             raise ConfigError(f"blocks: {block} has no conditioners ({_numbers(conditioned)} of this model have).")
-    after = {layer: vit.head if layer == depth else vit.layers[layer - 1] for layer in layers}
-    before = {block: vit.blocks[block].norm1 for block in blocks}
+    after = {layer: view.head if layer == depth else view.layers[layer - 1] for layer in layers}
+    before = {block: view.blocks[block].norm1 for block in blocks}
     tokens: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     made: dict[tuple[int, str], list[Tensor]] = {(block, part): [] for block in blocks for part in PARTS}
     with passing(model) as run, capture([*after.values(), *before.values()]) as seen:

@@ -19,7 +19,7 @@ from ..evaluation.grid import Execution
 from ..evaluation.journal import steps_of
 from ..evaluation.spec import Protocol
 from ..evaluation.store import Outcome
-from ..models.families import view
+from ..models.families import view_of
 from .intervals import Adaptation, Interval, paired
 from .subject import BATCH, Subject
 
@@ -112,7 +112,7 @@ def right_in(steps: Sequence[Mapping[str, Any]]) -> npt.NDArray[np.bool_]:
 
 def require_labels(subject: Subject) -> None:
     """Refuse images of which it is not known what the model should say."""
-    data, head = subject.data, view(subject.model).classes
+    data, head = subject.data, view_of(subject.model).classes
     if data.classes is None and data.num_classes != head:
         found = f"are in {data.num_classes} folders" if subject.labelled else "have no classes"
         raise ConfigError(

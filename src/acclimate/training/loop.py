@@ -32,7 +32,7 @@ from ..core.statecheck import fitted, require_parts
 from ..data.domains import Domain, Subset
 from ..data.streams import Stream
 from ..errors import ConfigError, InputError, NonFiniteError, StateError, shorten_list
-from ..models.view import ViT
+from ..models.view import ModelView
 
 MOMENTUM = "momentum/"  # prefix of the optimizer's tensors in a checkpoint
 
@@ -53,7 +53,7 @@ class Training:
     """A model in training, with everything that a checkpoint contains.
 
     Args:
-        vit: The model.
+        view: The model.
         learned: The module whose tensors are stored in checkpoints.
         optimizer: The optimizer of the parameters of `learned`.
         schedule: The number of epochs and the batch size.
@@ -62,9 +62,15 @@ class Training:
     """
 
     def __init__(
-        self, vit: ViT, learned: nn.Module, optimizer: torch.optim.Optimizer, schedule: Schedule, seed: int, autocast: bool
+        self,
+        view: ModelView,
+        learned: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        seed: int,
+        autocast: bool,
     ) -> None:
-        self.vit, self.learned, self.optimizer = vit, learned, optimizer
+        self.view, self.learned, self.optimizer = view, learned, optimizer
         self.schedule, self.seed, self.autocast = schedule, seed, autocast
         self.history: list[list[float]] = []  # of each epoch: mean loss, accuracy on the images held out
 
@@ -150,14 +156,14 @@ class Training:
     @torch.no_grad()
     def accuracy(self, stream: Stream) -> float:
         """Return the accuracy of the model on a stream."""
-        self.vit.model.eval()
-        right = [self.logits(self.vit.check(batch.images)).argmax(1).cpu() == batch.labels for batch in stream]
+        self.view.model.eval()
+        right = [self.logits(self.view.check(batch.images)).argmax(1).cpu() == batch.labels for batch in stream]
         return torch.cat(right).double().mean().item()
 
     def logits(self, images: Tensor) -> Tensor:
         """Return the logits of a batch in float32, and refuse logits that are not finite."""
         with torch.autocast(images.device.type, torch.bfloat16, enabled=self.autocast):
-            logits = self.vit.logits(images).float()
+            logits = self.view.logits(images).float()
         self.require_finite(logits)
         return logits
 

@@ -35,7 +35,7 @@ from ..data.domains import Domain
 from ..data.imagefile import AnyPath
 from ..data.preprocess import input_of
 from ..errors import ConfigError, InputError, require_between, require_whole
-from ..models.families import view
+from ..models.families import view_of
 from ..models.loading import SOURCE_MODEL, create_timm, pick_device
 from .loop import Training, augmented, checkpoint_of, deterministic, read_trained, relative_lr, split, versions_used
 
@@ -170,20 +170,20 @@ class _FineTuning(Training):
     """The fine-tuning of all weights, from a head of zeros."""
 
     def __init__(self, model: nn.Module, recipe: Recipe, seed: int, autocast: bool) -> None:
-        self.model, self.recipe, vit = model, recipe, view(model)
-        head = list(vit.head.parameters())
+        self.model, self.recipe, view = model, recipe, view_of(model)
+        head = list(view.head.parameters())
         for parameter in head:
             nn.init.zeros_(parameter)
         rest = [p for p in model.parameters() if all(p is not other for other in head)]
         groups = [{"params": head, "peak": recipe.head_lr}, {"params": rest, "peak": recipe.backbone_lr}]
-        super().__init__(vit, model, torch.optim.SGD(groups, lr=0.0, momentum=recipe.momentum), recipe, seed, autocast)
+        super().__init__(view, model, torch.optim.SGD(groups, lr=0.0, momentum=recipe.momentum), recipe, seed, autocast)
 
     def step(self, images: Tensor, labels: Tensor, draws: np.random.RandomState, done: float) -> float:
         """Learn from one augmented batch, and return the loss from before the update."""
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * relative_lr(done, self.recipe.warmup)
-        shown = augmented(self.vit.check(images), draws, self.recipe.area, self.recipe.stretch)
+        shown = augmented(self.view.check(images), draws, self.recipe.area, self.recipe.stretch)
         loss = F.cross_entropy(self.logits(shown), labels.to(shown.device), label_smoothing=self.recipe.smoothing)
         self.optimizer.zero_grad()
         loss.backward()
