@@ -59,8 +59,8 @@ def adapt(
             dropped before any softmax, and the logits have one column for each of these.
         predict: Whether the logits of a batch come from "before" its update, as in the papers' code, or from "after" it,
             which costs one more pass.
-        guard: The guard, which compares the model with the unadapted one, and undoes harm. None turns it off. By default it
-            is on, but off with `reference=True`, because the authors' code has no guard.
+        guard: The guard, which compares the model with the unadapted one, and undoes harm. None turns it off. With
+            `reference=True` it compares nothing, and only skips steps that are not finite, as the authors' code has no guard.
         micro_batch: Samples per pass; by default 32, on a CPU 2 for ViT-B and more for smaller models. It changes the
             cost, and the result by rounding only.
         precision: "float32", or autocast to "bfloat16" or "float16".
@@ -106,11 +106,8 @@ def adapt(
     ranks = _ranks(group, model)
     with ranks.together():
         statistics = None if source_statistics is None else SourceStatistics.opened(source_statistics)
-        created = create_method(method, options)
-        if guard == "default" and getattr(created, "reference", False):
-            guard = None  # the authors' code has none
         shared = Options(classes, predict, guard, micro_batch, precision, compile, seed, mean, std, recentre, reply, budget)
-        return Adapter(model, created, shared, statistics=statistics, ranks=ranks)
+        return Adapter(model, create_method(method, options), shared, statistics=statistics, ranks=ranks)
 
 
 def _ranks(group: ProcessGroup | None, model: nn.Module) -> SingleProcess:

@@ -174,7 +174,9 @@ class Adapter(nn.Module):
             self._budget = Budget(options.budget)
             self._ahead: Snapshot | None = None  # of the state as it is, so that the next step need not copy it first
             self._learns = bool(adapted) or any(True for _ in method.buffers()) or self.recentring is not None
-            self._is_watched = self.guard is not None and (self._learns or method.info.adapts != Info.adapts)
+            is_reference = getattr(method, "reference", False)  # the authors' code is never compared nor changed
+            adapts = self._learns or method.info.adapts != Info.adapts
+            self._is_watched = self.guard is not None and adapts and not is_reference
             self.state = State(self.engine, method, self.guard)
             self._last: Snapshot | None = None  # of the user, for `rollback`
             self._good: Snapshot | None = None  # of the guard, from before any collapse
