@@ -60,7 +60,7 @@ def adapt(
         predict: Whether the logits of a batch come from "before" its update, as in the papers' code, or from "after" it,
             which costs one more pass.
         guard: The guard, which compares the model with the unadapted one, and undoes harm. None turns it off. With
-            `reference=True` it compares nothing, and only skips steps that are not finite, as the authors' code has no guard.
+            `reference=True` it compares nothing and only skips steps that are not finite: the authors' code has no guard.
         micro_batch: Samples per pass; by default 32, on a CPU 2 for ViT-B and more for smaller models. It changes the
             cost, and the result by rounding only.
         precision: "float32", or autocast to "bfloat16" or "float16".
