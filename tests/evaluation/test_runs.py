@@ -15,7 +15,7 @@ from rich.console import Console
 
 import acclimate
 from acclimate.core.engine import entropy
-from acclimate.core.guard import MORE, _drawn
+from acclimate.core.guard import NEW_PERIOD, _drawn
 from acclimate.data import bundled
 from acclimate.data.corruptions import CORRUPTIONS
 from acclimate.data.domains import Corrupted, Domain, DomainKey, Images
@@ -87,7 +87,7 @@ def test_a_run_is_the_adapter_on_the_stream():
     right = [adapter(batch.images).argmax(1) == batch.labels for batch in stream]
     assert result.top1 == torch.cat(right).double().mean().item()
     assert result.backward == result.used == 30
-    assert result.forward == 30 + len(_drawn(0, 30, MORE))  # the guard compares some images of a new run
+    assert result.forward == 30 + len(_drawn(0, 30, NEW_PERIOD))  # the guard compares some images of a new run
     assert result.seconds > 0
     adapter.reset()
     again = run(adapter, stream)

@@ -436,13 +436,16 @@ class Adapter(nn.Module):
             adapted.require_gradients()
             before = adapted.drift() if self.engine.ranks.shared else 0.0
             samples = self.engine.ranks.start(len(images), int(state.steps), before)
-            if reply is not None:
+            unadapted = self._trial(images)
+            if reply is not None and unadapted is not None:
+                reply.send(unadapted.logits)
+            elif reply is not None:
                 reply.images, self.engine.reply = images, reply
             step, logits = self._step(images, samples)
             state.steps += 1
             drift = adapted.drift()
             if logits.isfinite().all():
-                event = self._watch(images, step, drift) or step.event
+                event = self._watch(images, step, drift, unadapted) or step.event
             else:
                 event = step.event or "the logits are not finite"
             guard = self.guard
@@ -514,15 +517,23 @@ class Adapter(nn.Module):
         finally:
             engine.adapted.set_gradient(None)
 
-    def _watch(self, images: Tensor, step: Step, drift: float) -> str | None:
+    def _trial(self, images: Tensor) -> Unadapted | None:
+        """Return the predictions of the unadapted model, if these are the reply because the run is on trial."""
+        guard = self.guard
+        if guard is None or not self._is_watched or not bool(guard.on_trial) or bool(guard.stopped) or guard.is_resting:
+            return None
+        return self.engine.unadapted(images)
+
+    def _watch(self, images: Tensor, step: Step, drift: float, trial: Unadapted | None) -> str | None:
         """Let the guard check a step, apply its decision, and return what it did.
 
-        At an alarm, the logits of the step become those of the unadapted model.
+        On trial, and when a trial begins, the logits of the step become those of the unadapted model.
 
         Args:
             images: This rank's share of the batch.
             step: The step, with the logits of `images`.
             drift: The drift after the step.
+            trial: The predictions of the unadapted model, if the run is on trial.
         """
         guard, engine, state = self.guard, self.engine, self.state
         if guard is None or not self._is_watched or bool(guard.stopped):
@@ -533,16 +544,24 @@ class Adapter(nn.Module):
             return guard.recover()
         for chosen in filter(None, guard.selections(count)):
             rows = torch.isin(mine.cpu(), torch.tensor(chosen, dtype=mine.dtype)).to(images.device)
-            unadapted = engine.unadapted(images[rows])
+            unadapted = engine.unadapted(images[rows]) if trial is None else trial
             together = (engine.ranks.gather(tensor) for tensor in (step.logits[rows], *unadapted[:2]))
             adapted, logits, features = together
             guard.compare(adapted, Unadapted(logits, features, unadapted.rows))
-        problem = guard.problem(0.0 if self.method.info.far_from_source else drift)
-        if problem is None:
+        decided = guard.verdict(0.0 if self.method.info.far_from_source else drift)
+        if trial is not None or decided is not None:
+            step.logits = engine.unadapted(images).logits if trial is None else trial.logits
+        if decided is None:
             if guard.good_state_due():
                 self._good = state.capture()
             return guard.recover()
-        step.logits = engine.unadapted(images).logits
+        verdict, why = decided
+        if verdict == "trial":
+            guard.try_run(guard.evidence)
+            return f"on trial: {why}"
+        if verdict == "trust":
+            guard.trust_run()
+            return f"trusted again: {why}"
         if not guard.trusts_good_state:
             self._good = None
         kept = {name: tensor.clone() for name, tensor in state.live().items() if name.startswith("guard/")}
@@ -553,9 +572,9 @@ class Adapter(nn.Module):
             state.start(batch_size)  # the stream continues, and so do its learning rates
         guard.convict(can_lower=bool(engine.adapted.tensors))
         if guard.is_resting:
-            return f"resting: {problem}"
+            return f"resting: {why}"
         what = {"lower": "slower", "rollback": "rolled back", "freeze": "frozen"}[guard.action]
-        return f"{what}: {problem}"
+        return f"{what}: {why}"
 
     @contextmanager
     def frozen(self) -> Iterator[Adapter]:

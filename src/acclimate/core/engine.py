@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -220,9 +220,7 @@ class Engine:
         if images.ndim == 5:
             return self.forward(images.flatten(0, 1), passed).unflatten(0, images.shape[:2])
         self.passes.add(forward=len(images))
-        with self.autocast():
-            logits = (passed or self._logits)(images)
-        return self._recentred(logits)
+        return self._recentred(passed or self._logits, images)
 
     def forward_features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits, and the features that enter the head, (batch, width of the head).
@@ -235,13 +233,18 @@ class Engine:
     def forward_with(self, passed: Callable[[Tensor], tuple[Tensor, Tensor]], images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the logits, and what else a function from images to more outputs and logits returns."""
         self.passes.add(forward=len(images))
-        with self.autocast():
-            more, logits = passed(images)
-        return self._recentred(logits), _full(more)
+        more: list[Tensor] = []
+
+        def logits_of(images: Tensor) -> Tensor:
+            other, logits = passed(images)
+            more.append(other)
+            return logits
+
+        return self._recentred(logits_of, images), _full(more[0])
 
     def centred(self, features: Tensor) -> Tensor:
-        """Return features, as they enter the head, without the centre, if the adapter has recentring."""
-        return features if self.recentring is None else features - self.recentring.centre.to(features.dtype)
+        """Return features, as they enter the head, without their displacement, if the adapter has recentring."""
+        return features if self.recentring is None else features - self.recentring.displacement(features)
 
     def classify(self, features: Tensor) -> Tensor:
         """Return the logits of the target's classes for features of any floating-point type.
@@ -261,13 +264,22 @@ class Engine:
         logits = _full(logits)
         return logits if self.classes is None else logits[:, self.classes]
 
-    def _recentred(self, logits: Tensor) -> Tensor:
-        """Return the logits of the target's classes that the model has without the centre of its features."""
+    def _recentred(self, passed: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+        """Pass images, and return the logits of the target's classes, without the displacement of the features."""
+        with ExitStack() as stack:
+            if self.recentring is not None:  # a pass may contain further ones, of other views
+                seen = stack.enter_context(capture([self.view.head], first=True))
+            stack.enter_context(self.autocast())
+            logits = passed(images)
         logits = self._target(logits)
         if self.recentring is None:
             return logits
+        return logits - self._moved_by(_full(seen[self.view.head].inputs.flatten(1)), self.recentring, logits)
+
+    def _moved_by(self, features: Tensor, recentring: Recentring, logits: Tensor) -> Tensor:
+        """Return by how much recentring changes the logits of images with these features."""
         rows = self._rows().to(logits.dtype)
-        return logits - rows @ self.recentring.centre.to(logits.dtype)
+        return recentring.displacement(features.to(logits.dtype)) @ rows.T
 
     def _rows(self) -> Tensor:
         """Return the rows of the head of the target's classes."""
@@ -291,11 +303,11 @@ class Engine:
     def _shifted(self, features: Tensor, logits: Tensor, recentring: Recentring | None) -> Tensor:
         """Move a centre to a batch, and return its logits with the new centre."""
         assert recentring is not None
-        everybody = self.ranks.gather(features), self.ranks.gather(logits.flatten(0, -2))
+        plain = logits.flatten(0, -2) + self._moved_by(features, recentring, logits).detach()
+        everybody = self.ranks.gather(features), self.ranks.gather(plain)
         require_finite(*everybody)
-        before, rows = recentring.centre.clone(), self._rows().detach()
-        recentring.observe(*everybody, rows)
-        return logits - rows.to(logits.dtype) @ (recentring.centre - before).to(logits.dtype)
+        recentring.observe(*everybody, self._rows().detach())
+        return (plain - self._moved_by(features, recentring, logits).detach()).view_as(logits)
 
     def _observed(self, features: Tensor, logits: Tensor) -> Tensor:
         """Move the centre to the batch of a step, and return its logits with the new centre."""

@@ -10,6 +10,10 @@ No label is needed for an estimate of accuracy, either. The unadapted model with
 judge. The mean probability that it gives to the classes that a model has predicted is the estimated accuracy of that model.
 A harm that the judge does not see is no reason for an alarm.
 
+A little evidence puts a run on trial. The unadapted model then replies, and the run goes on behind it, so that a method
+that is bad at first and good later is not lost. All images of a trial are compared. It ends when the judge prefers the
+adapted model for 128 images, or after 512 images, with an alarm if the evidence was large.
+
 No rule without labels can be certain. A harm that keeps the diversity of the predictions is not found.
 """
 
@@ -41,10 +45,15 @@ JUDGE_WINDOW = 128  # the same for the centre of the judge
 PRIOR = 2.0  # predictions, spread over all classes, that are known of a model at first
 SURE = 0.95  # probability from which on a prediction of the unadapted model is sure
 RARE = 0.01  # share of sure predictions that the adapted model may contradict
+WORSE = 0.01  # loss of estimated accuracy that is no harm
 UNIT = 1.5  # largest difference of two surprises that counts, in nats
-SUSPECT = 1.3  # evidence from which on more images are compared
-MORE = 4  # of so many images one is compared while a run is suspect, or new
-NEW = 256  # images after the start, or after an alarm, while which a run is new
+SUSPECT = 1.1  # evidence from which on more images are compared
+DOUBT = 1.5  # evidence from which on a run is on trial
+TRIAL = 512  # images of a trial, at most
+BETTER = 128  # images for which the judge has to prefer the adapted model, before a trial ends well
+NEW = 256  # images at the beginning of a run, while which it is new
+NEW_PERIOD = 4  # of so many images one is compared while a run is new
+SUSPECT_PERIOD = 2  # of so many images one is compared while a run is suspect
 SLOWER = 0.1  # factor of the length of a step after an alarm
 LEVELS = 3  # alarms after which the unadapted model predicts for a while
 LONGEST = 5  # doublings of the patience
@@ -67,14 +76,16 @@ class Harm(NamedTuple):
 class Guard(nn.Module):
     """Compare the adapted model with the unadapted one on a share of the images, and undo an adaptation that does harm.
 
-    A step with logits or gradients that are not finite is always skipped. At an alarm, the unadapted model predicts the
-    batch, and the adapter returns to its last good state, or to the source model if there is none. What happens then is
-    the `action`. With "lower", steps are ten times shorter after each alarm. After the third one, or after a second
-    one within 256 images, the unadapted model predicts alone. After `patience` images without an alarm the steps are ten
-    times longer again. The patience doubles with every alarm, and is as at first when the steps have their full length.
+    A step with logits or gradients that are not finite is always skipped. While a run is on trial, the unadapted model
+    replies, and adaptation goes on. At an alarm, the adapter returns to its last good state, or to the source model if there
+    is none, and begins on trial. What else happens is the `action`. With "lower", steps are ten times shorter after each
+    alarm. After the third one, or if the trial after an alarm ends with another, the unadapted model predicts alone. After
+    `patience` images without an alarm the steps are ten times longer again. The patience doubles with every alarm, and is as
+    at first when the steps have their full length.
 
     Args:
-        share: The share of the images that the unadapted model predicts, too. While a run is suspect it is at least 1/4.
+        share: The share of the images that the unadapted model predicts, too. In the first 256 images it is at least 1/4,
+            while a run is suspect at least 1/2, and on trial 1.
         alarm: The bound a of the probability of a false alarm, which is at most a (1 + n / 1024) in n compared images. While
             steps are shorter, the bound is the root of a.
         tolerance: The loss of diversity that is no harm, as a share of 1.5 nats.
@@ -84,16 +95,16 @@ class Guard(nn.Module):
     """
 
     ranges: Mapping[str, Range] = {
-        **dict.fromkeys(("seen", "since_alarm", "since_good", "alarms"), COUNT),
+        **dict.fromkeys(("seen", "since_alarm", "since_good", "alarms", "tried", "preferred"), COUNT),
         **dict.fromkeys(("compared", "adapted", "source", "squares"), (0, math.inf)),
-        **dict.fromkeys(("right_adapted", "right_source"), (0, math.inf)),
+        **dict.fromkeys(("right_adapted", "right_source", "peak"), (0, math.inf)),
         "level": (0, LEVELS),
     }
 
     def __init__(
         self,
         *,
-        share: float = 1 / 16,
+        share: float = 1 / 12,
         alarm: float = 0.05,
         tolerance: float = 0.02,
         patience: int = 1024,
@@ -116,8 +127,13 @@ class Guard(nn.Module):
         self.action = action
         self.diversity = Wealth()
         self.agreement = Wealth()
+        self.judgement = Wealth()
         self.judge: Recentring | None = None
         self.stopped: Tensor
+        self.on_trial: Tensor  # whether the unadapted model replies while adaptation goes on
+        self.tried: Tensor  # images of this trial
+        self.preferred: Tensor  # images of this trial since the judge prefers the adapted model
+        self.peak: Tensor  # the largest evidence in this trial
         self.level: Tensor  # alarms that have shortened the steps, and were not forgotten yet
         self.alarms: Tensor  # since the steps had their full length
         self.seen: Tensor  # images
@@ -129,10 +145,11 @@ class Guard(nn.Module):
         self.right_adapted: Tensor  # sum of the judge's probabilities of the classes that the adapted model predicted
         self.right_source: Tensor  # the same for the unadapted model
         self.squares: Tensor  # sum of the squared differences of the two
-        self.register_buffer("stopped", torch.tensor(False))
-        for name in ("level", "alarms", "seen", "since_alarm", "since_good"):
+        for name in ("stopped", "on_trial"):
+            self.register_buffer(name, torch.tensor(False))
+        for name in ("level", "alarms", "seen", "since_alarm", "since_good", "tried", "preferred"):
             self.register_buffer(name, torch.tensor(0))
-        for name in ("compared", "right_adapted", "right_source", "squares"):
+        for name in ("compared", "right_adapted", "right_source", "squares", "peak"):
             self.register_buffer(name, torch.tensor(0.0))
 
     @property
@@ -151,25 +168,34 @@ class Guard(nn.Module):
                 view.head_weight()
         except ModelError:
             return  # without a linear head there is no judge
-        self.judge = Recentring(view, classes, "order", window=JUDGE_WINDOW)
+        self.judge = Recentring(view, classes, "mean", window=JUDGE_WINDOW)
 
     # ---- comparison -------------------------------------------------------------------------------------------
 
     def selections(self, count: int) -> Iterator[list[int]]:
         """Yield the images of the next batch to compare, and then further ones if the run is suspect after the first.
 
-        One image of each 1/share images is drawn at random. The draw depends only on how many images were seen.
+        One image of each 1/share images is drawn at random. The draw depends only on how many images were seen. On trial,
+        all images are compared.
         """
         first = int(self.seen)
         self.seen += count
         self.since_alarm += count
         self.since_good += count
-        usual = round(1 / self.share)
-        period = min(usual, MORE) if self.is_suspect or int(self.since_alarm) - count < NEW else usual
+        if self.on_trial:
+            self.tried += count
+            self.preferred += count
+            yield list(range(count))
+            return
+        period = round(1 / self.share)
+        if first < NEW:
+            period = min(period, NEW_PERIOD)
+        if self.is_suspect:
+            period = min(period, SUSPECT_PERIOD)
         chosen = _drawn(first, count, period)
         yield chosen
-        if self.is_suspect and period > MORE:
-            yield sorted({*_drawn(first, count, MORE)} - {*chosen})
+        if self.is_suspect and period > SUSPECT_PERIOD:
+            yield sorted({*_drawn(first, count, SUSPECT_PERIOD)} - {*chosen})
 
     @property
     def is_suspect(self) -> bool:
@@ -179,7 +205,11 @@ class Guard(nn.Module):
     @property
     def evidence(self) -> float:
         """The mean wealth of all gamblers, which is large if there is harm."""
-        return (self.diversity.mean + self.agreement.mean) / 2
+        return sum(wealth.mean for wealth in self._gamblers) / len(self._gamblers)
+
+    @property
+    def _gamblers(self) -> tuple[Wealth, ...]:
+        return self.diversity, self.agreement, self.judgement
 
     def compare(self, adapted: Tensor, unadapted: Unadapted) -> None:
         """Add images that both models have predicted.
@@ -202,6 +232,7 @@ class Guard(nn.Module):
             surprise = -(mine[i] * ((self.adapted + prior) / known).log()).sum()
             usual = -(source[i] * ((self.source + prior) / known).log()).sum()
             self.diversity.bet(float(surprise - usual) / UNIT + self.tolerance)
+            self.judgement.bet(float(right_mine[i] - right_source[i]) + WORSE)
             if float(source[i].max()) > SURE:
                 self.agreement.bet(RARE - float(mine[i].argmax() != source[i].argmax()))
             for total, new in (
@@ -219,10 +250,9 @@ class Guard(nn.Module):
         logits, features, rows = unadapted
         if self.judge is None:
             return logits.to(self.adapted).softmax(-1)
-        precise = self.judge.centre
-        logits, features, rows = logits.to(precise), features.to(precise), rows.to(precise)
-        self.judge.observe(features, logits - rows @ precise, rows)
-        return (logits - rows @ self.judge.centre).to(self.adapted).softmax(-1)
+        logits, features, rows = (tensor.to(self.judge.centre) for tensor in (logits, features, rows))
+        self.judge.observe(features, logits, rows)
+        return (logits - self.judge.displacement(features) @ rows.T).to(self.adapted).softmax(-1)
 
     @property
     def estimated_accuracy(self) -> float | None:
@@ -243,20 +273,38 @@ class Guard(nn.Module):
 
     # ---- decision ---------------------------------------------------------------------------------------------
 
-    def problem(self, drift: float) -> str | None:
-        """Return the evidence of harm, if there is enough of it, for a run with this drift.
+    def verdict(self, drift: float) -> tuple[str, str] | None:
+        """Return what is decided about a run with this drift, with the reason, or None if nothing is.
 
+        The decision is "trial" if a trial begins, "trust" if it ends well, and "alarm" if there is enough evidence of harm.
         If the judge prefers the adapted model, the loss of diversity is no harm: the images may be of few classes.
         """
         if not drift <= self.drift:
-            return f"drift of {drift:.3g} from the source"
-        wealth = self.evidence
-        if wealth < 1 / (self.alarm ** (0.5 if int(self.level) else 1)):
+            return "alarm", f"drift of {drift:.3g} from the source"
+        wealth, judged = self.evidence, self.judge is not None
+        enough = 1 / (self.alarm ** (0.5 if int(self.level) else 1))
+        if self.on_trial:
+            self.peak.fill_(max(float(self.peak), wealth))
+            harm = self.harm
+            if harm is None or harm.high >= 0:
+                self.preferred.zero_()
+            elif int(self.preferred) >= BETTER:
+                return "trust", f"the adapted model is better, estimated harm {harm}"
+            if int(self.tried) < TRIAL:
+                return None
+            if float(self.peak) >= enough and (harm is None or harm.estimate > 0):
+                return "alarm", self._evidence(float(self.peak))
+            return "trust", "there is little evidence of harm"
+        if wealth < min(DOUBT, enough):
             return None
-        if self.judge is not None and float(self.right_adapted) > float(self.right_source):
-            self.diversity.restart()
-            self.agreement.restart()
+        if judged and float(self.right_adapted) > float(self.right_source):
+            if wealth >= enough:
+                self._forget_evidence()
             return None
+        return "trial", self._evidence(wealth)
+
+    def _evidence(self, wealth: float) -> str:
+        """Return the evidence of harm, in numbers."""
         harm = "" if self.harm is None else f", estimated harm {self.harm}"
         if self.agreement.mean > self.diversity.mean:
             return f"it contradicts predictions of which the unadapted model is sure (wealth {wealth:.1f}{harm})"
@@ -267,13 +315,25 @@ class Guard(nn.Module):
             f"{source:.2f} nats, wealth {wealth:.1f}{harm})"
         )
 
+    def try_run(self, wealth: float) -> None:
+        """Begin a trial."""
+        self.on_trial.fill_(True)
+        self.tried.zero_()
+        self.preferred.zero_()
+        self.peak.fill_(wealth)
+
+    def trust_run(self) -> None:
+        """End a trial, and forget the evidence."""
+        self.on_trial.fill_(False)
+        self._forget_evidence()
+
     def convict(self, *, can_lower: bool) -> None:
         """Take note of an alarm, and forget the evidence.
 
         Args:
             can_lower: Whether the method makes steps that can be shorter.
         """
-        soon = int(self.alarms) > 0 and int(self.since_alarm) < NEW  # so that shorter steps do not help
+        soon = int(self.alarms) > 0 and int(self.since_alarm) < 2 * TRIAL  # so that shorter steps do not help
         self.alarms += 1
         if self.action == "lower":
             self.level.fill_(min(LEVELS, int(self.level) + 1) if can_lower and not soon else LEVELS)
@@ -282,17 +342,21 @@ class Guard(nn.Module):
         self._start_again()
 
     def _start_again(self) -> None:
-        """Forget the evidence and what it came from, because the run is another one from now on."""
+        """Begin another run, on trial, and forget the evidence and what it came from."""
+        self.try_run(0.0)
         self.since_alarm.zero_()
-        self.diversity.restart()
-        self.agreement.restart()
+        self._forget_evidence()
         for total in (self.compared, self.adapted, self.source, self.right_adapted, self.right_source, self.squares):
             total.zero_()
+
+    def _forget_evidence(self) -> None:
+        for wealth in self._gamblers:
+            wealth.restart()
 
     def recover(self) -> str | None:
         """Let learning be faster again if there was no alarm for long, and return what has changed."""
         wait = self.patience * 2 ** min(LONGEST, max(0, int(self.alarms) - 1))
-        if not int(self.level) or int(self.since_alarm) < wait or self.is_suspect:
+        if not int(self.level) or int(self.since_alarm) < wait or self.is_suspect or (self.on_trial and not self.is_resting):
             return None
         rested = self.is_resting
         self.level -= 1
@@ -318,7 +382,7 @@ class Guard(nn.Module):
 
     def good_state_due(self) -> bool:
         """Return whether the present state is good, and the last good one is old."""
-        if int(self.since_good) < self.patience or self.evidence > 1:
+        if int(self.since_good) < self.patience or self.evidence > 1 or self.on_trial:
             return False
         self.since_good.zero_()
         return True

@@ -16,7 +16,10 @@ The slope is at most the one that makes the centre smallest, and the centre is t
 unknown about it. The correction has a price: it removes a part of the displacement as well. The form "order" therefore asks
 the stream whether it is needed, in two ways. If the order of the classes is not random, the variance of the means of groups
 of images exceeds that within groups. While there is a single class, which shows no such variance, predictions with the
-plain mean contain little information, and those with the corrected one are sure.
+corrected centre are sure, and those with the plain mean contain much less information than such sure predictions should.
+
+A shift does not move all images of a stream equally far. In the form "order", what is subtracted from the features of an
+image is therefore their own part in the direction of the centre, if this is between nothing and 1.5 times the centre.
 """
 
 from __future__ import annotations
@@ -41,8 +44,9 @@ WINDOW = 512  # images after which the weight of an image in the centre has fall
 ORDER_WINDOW = 256  # the same for what is known about the order
 GROUP = 16  # consecutive images whose mean is compared with that of others
 RANDOM = 2.0  # largest ratio of the variances between and within groups for a random order
-INFORMED = 0.25  # least information of predictions of many classes, as a share of the largest possible one
 SURE = 0.45  # largest mean entropy of sure predictions, as a share of that of a uniform one
+EXPLAINED = 0.75  # least sum of that entropy and of the information of predictions of many classes, as shares of the largest
+FARTHEST = 1.5  # largest displacement of an image, as a multiple of the centre
 TINY = 1e-12
 NOT_NEGATIVE: Range = (0, math.inf)
 
@@ -162,7 +166,8 @@ class Order(nn.Module):
     def share(self) -> float:
         """Return the share of the correction for the classes of the stream that is needed."""
         ratio, images = self.ratio(), float(self.images)
-        one_class = float(self.information) < INFORMED * images and float(self.doubt) < SURE * images
+        information, doubt = float(self.information), float(self.doubt)
+        one_class = doubt < SURE * images and information + doubt < EXPLAINED * images
         return 1.0 if one_class else 1 - RANDOM / ratio if ratio > RANDOM else 0.0
 
 
@@ -201,23 +206,31 @@ class Recentring(nn.Module):
         """Whether no image was observed yet."""
         return not float(self.images)
 
+    def displacement(self, features: Tensor) -> Tensor:
+        """Return what recentring subtracts from the features of each image."""
+        centre = self.centre.to(features.dtype)
+        if self.order is None:
+            return centre.expand_as(features)
+        multiple = (features @ centre) / centre.square().sum().clamp_min(TINY)
+        return multiple.clamp(0, FARTHEST).unsqueeze(-1) * centre
+
     @torch.no_grad()
     def observe(self, features: Tensor, logits: Tensor, weight: Tensor) -> None:
         """Move the centre to that of the stream with a further batch.
 
         Args:
-            features: What enters the head, before the centre is subtracted.
-            logits: The logits with the present centre.
+            features: What enters the head, without recentring.
+            logits: The logits without recentring.
             weight: The rows of the head of the target's classes.
         """
         features, logits, weight = (tensor.to(self.centre) for tensor in (features, logits, weight))
-        self._add(features, logits.softmax(-1), weight)
+        self._add(features, (logits - weight @ self.centre).softmax(-1), weight)
         away = self.prediction @ weight - weight.mean(0)
         slope = self.covariance / self.variance.clamp_min(TINY)
         smallest = (self.mean @ away) / away.square().sum().clamp_min(TINY)
         slope = slope.clamp(max=smallest).clamp(min=0)
         if self.order is not None:
-            plain = logits + weight @ (self.centre - self.mean)
+            plain = logits - weight @ self.mean
             self.order.add(features @ weight.T, plain, plain + weight @ away * slope)
         share = float(self.form == "class") if self.order is None else self.order.share()
         self.centre.copy_(self.mean - share * slope * away)
