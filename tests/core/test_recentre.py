@@ -35,7 +35,7 @@ def features_of(labels, weight, shift=0.0, noise=0.3, seed=1):
 
 def observe(centre, features, weight, size=64):
     for part in features.split(size):
-        centre.observe(part, (part - centre.centre) @ weight.T, weight)
+        centre.observe(part, part @ weight.T, weight)
     return centre
 
 
@@ -101,6 +101,30 @@ def test_a_stream_of_one_class_keeps_its_class():
         observe(centre, features, weight)
         right[form] = float((((features - centre.centre) @ weight.T).argmax(-1) == labels).double().mean())
     assert right["mean"] < 0.5 and right["class"] > 0.95 and right["order"] > 0.95
+
+
+def test_a_stream_of_one_class_that_resembles_others_keeps_its_class():
+    """Without the mean, images of a class that is between others look like several classes, but are not sure ones."""
+    centre, weight = recentring("order")
+    generator = torch.Generator().manual_seed(2)
+    mixture = torch.rand(256, 3, generator=generator).double() @ weight[[1, 2, 4]]
+    features = 5 * weight[3] + 1.2 * (mixture - mixture.mean(0)) + features_of(torch.zeros(256, dtype=torch.long), 0 * weight)
+    observe(centre, features, weight)
+    information, doubt = (float(x / centre.order.images) for x in (centre.order.information, centre.order.doubt))
+    assert 0.25 < information and information + doubt < 0.75  # more than predictions of one class seem to contain
+    assert centre.order.share() == 1
+    right = ((features - centre.displacement(features)) @ weight.T).argmax(-1) == 3
+    assert float(right.double().mean()) > 0.95
+
+
+def test_an_image_is_displaced_by_its_own_part_of_the_centre():
+    for form in FORMS:
+        centre, weight = recentring(form)
+        centre.centre.copy_(torch.arange(8.0))
+        along = torch.tensor([-1.0, 0.0, 0.4, 1.5, 7.0])[:, None] * centre.centre
+        across = torch.tensor([3.0, 0, 0, 0, 0, 0, 0, 0])
+        expected = torch.tensor([0.0, 0.0, 0.4, 1.5, 1.5] if form == "order" else [1.0] * 5)[:, None] * centre.centre
+        assert_exact(centre.displacement(along + across), expected)
 
 
 @pytest.mark.parametrize("form", FORMS)
