@@ -8,7 +8,7 @@ negative, gamblers who bet on that become rich (`betting`), and their wealth is 
 
 No label is needed for an estimate of accuracy, either. The unadapted model with recentred features (`recentre`) serves as a
 judge. The mean probability that it gives to the classes that a model has predicted is the estimated accuracy of that model.
-A harm that the judge does not see is no reason for an alarm.
+Other gamblers bet that it is lower for the adapted model. A harm that the judge does not see is no reason for an alarm.
 
 A little evidence puts a run on trial. The unadapted model then replies, and the run goes on behind it, so that a method
 that is bad at first and good later is not lost. All images of a trial are compared. It ends when the judge prefers the
@@ -45,7 +45,8 @@ JUDGE_WINDOW = 128  # the same for the centre of the judge
 PRIOR = 2.0  # predictions, spread over all classes, that are known of a model at first
 SURE = 0.95  # probability from which on a prediction of the unadapted model is sure
 RARE = 0.01  # share of sure predictions that the adapted model may contradict
-WORSE = 0.01  # loss of estimated accuracy that is no harm
+WORSE = 0.005  # loss of estimated accuracy that is no harm
+DOUBTFUL = 0.1  # the same for each image on which the models differ, because the judge comes from the unadapted model
 UNIT = 1.5  # largest difference of two surprises that counts, in nats
 SUSPECT = 1.1  # evidence from which on more images are compared
 DOUBT = 1.5  # evidence from which on a run is on trial
@@ -232,9 +233,11 @@ class Guard(nn.Module):
             surprise = -(mine[i] * ((self.adapted + prior) / known).log()).sum()
             usual = -(source[i] * ((self.source + prior) / known).log()).sum()
             self.diversity.bet(float(surprise - usual) / UNIT + self.tolerance)
-            self.judgement.bet(float(right_mine[i] - right_source[i]) + WORSE)
+            differ = bool(mine[i].argmax() != source[i].argmax())
+            if self.judge is not None:
+                self.judgement.bet(float(right_mine[i] - right_source[i]) + WORSE + DOUBTFUL * differ)
             if float(source[i].max()) > SURE:
-                self.agreement.bet(RARE - float(mine[i].argmax() != source[i].argmax()))
+                self.agreement.bet(RARE - float(differ))
             for total, new in (
                 (self.compared, 1.0),
                 (self.adapted, mine[i]),
