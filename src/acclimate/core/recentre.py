@@ -16,7 +16,8 @@ The slope is at most the one that makes the centre smallest, and the centre is t
 unknown about it. The correction has a price: it removes a part of the displacement as well. The form "order" therefore asks
 the stream whether it is needed, in two ways. If the order of the classes is not random, the variance of the means of groups
 of images exceeds that within groups. While there is a single class, which shows no such variance, predictions with the
-corrected centre are sure, and those with the plain mean contain much less information than such sure predictions should.
+corrected centre are sure, and those with the plain mean contain little information: the surer the former are, the more
+information the latter would contain if there were many classes.
 
 A shift does not move all images of a stream equally far. In the form "order", what is subtracted from the features of an
 image is therefore their own part in the direction of the centre, if this is between nothing and 1.5 times the centre.
@@ -45,7 +46,8 @@ ORDER_WINDOW = 256  # the same for what is known about the order
 GROUP = 16  # consecutive images whose mean is compared with that of others
 RANDOM = 2.0  # largest ratio of the variances between and within groups for a random order
 SURE = 0.45  # largest mean entropy of sure predictions, as a share of that of a uniform one
-EXPLAINED = 0.75  # least sum of that entropy and of the information of predictions of many classes, as shares of the largest
+INFORMED = 0.25  # least information of predictions of many classes, as a share of the largest possible one
+FEW = 2.0  # images without displacement that are added to those of the stream
 FARTHEST = 1.5  # largest displacement of an image, as a multiple of the centre
 TINY = 1e-12
 NOT_NEGATIVE: Range = (0, math.inf)
@@ -166,8 +168,8 @@ class Order(nn.Module):
     def share(self) -> float:
         """Return the share of the correction for the classes of the stream that is needed."""
         ratio, images = self.ratio(), float(self.images)
-        information, doubt = float(self.information), float(self.doubt)
-        one_class = doubt < SURE * images and information + doubt < EXPLAINED * images
+        information, doubt = (float(total) / max(1.0, images) for total in (self.information, self.doubt))
+        one_class = doubt < SURE and information < max(INFORMED, 2 * (SURE - doubt) - 0.05)
         return 1.0 if one_class else 1 - RANDOM / ratio if ratio > RANDOM else 0.0
 
 
@@ -238,6 +240,8 @@ class Recentring(nn.Module):
         few = self.prediction.square().sum() - 1 / len(weight)
         unknown = slope.square() * (weight - weight.mean(0)).square().sum(1).mean() * few
         self.centre.mul_((1 - share * unknown / self.centre.square().sum().clamp_min(TINY)).clamp(min=0))
+        if self.order is not None:
+            self.centre.mul_(self.images / (self.images + FEW))  # the centre of a single image would be the image itself
 
     def _add(self, features: Tensor, predictions: Tensor, weight: Tensor) -> None:
         """Add a batch to the mean features and predictions, and to the covariance of features with expected rows."""
