@@ -217,13 +217,21 @@ class Result:
 
 Replay = Callable[[Recording], Result]
 REPLAYS: dict[str, Replay] = {}
+CHECKED: dict[str, str] = {}  # our method that a recording checks, by the name of the method in the recording
 
 
-def replays(*methods: str) -> Callable[[Replay], Replay]:
-    """Return a decorator that registers a function as the replay of these methods, named as in the recordings."""
+def replays(*recorded: str, of: str | None = None) -> Callable[[Replay], Replay]:
+    """Return a decorator that registers a function as the replay of recordings.
+
+    Args:
+        *recorded: The names of the method in the recordings.
+        of: Our name of the method; None if the recordings check no method.
+    """
 
     def decorate(function: Replay) -> Replay:
-        REPLAYS.update(dict.fromkeys(methods, function))
+        REPLAYS.update(dict.fromkeys(recorded, function))
+        if of is not None:
+            CHECKED.update(dict.fromkeys(recorded, of))
         return function
 
     return decorate
