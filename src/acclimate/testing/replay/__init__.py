@@ -151,6 +151,7 @@ class Recording:
             metadata = file.metadata() or {}
         self.case = metadata.get("case", Path(path).stem)
         self.method = metadata.get("method", "unknown")
+        self.source = metadata.get("source", "unknown")  # the code that ran
         self.hyper: dict[str, Any] = json.loads(metadata.get("hyper", "{}"))
         self.model_kwargs: dict[str, Any] = json.loads(metadata.get("model_kwargs", "{}"))
         self.tolerance_logits = float(metadata.get("tolerance_logits", "nan"))  # no deviation is within NaN
