@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "acclimate"
 release = version = acclimate.__version__
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "README.md"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "acclimate_docs", "mathml"]
 

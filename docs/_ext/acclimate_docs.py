@@ -142,10 +142,10 @@ def fidelity(name: str) -> str:
     """Return which recordings check a method."""
     kinds = [recorded for recorded, method in CHECKED.items() if method == name]
     if not kinds:
-        return "No recorded run of other code checks this method. Its tests check it against its equations.\n"
+        return "No recorded run of other code checks this method.\n"
     text = (
-        f"With `reference=True` the method repeats recorded runs of a reference implementation ({', '.join(kinds)}) step by\n"
-        "step: logits, what it learned from, and the adapted tensors. `acclimate replay FILE` compares.\n\n"
+        f"With `reference=True` the method repeats recorded runs of a reference implementation ({', '.join(kinds)})\n"
+        "step by step: logits, what it learned from, and the adapted tensors. `acclimate replay FILE` compares.\n\n"
     )
     rows = [(f"`{file}`", recording.source) for file, recording in recordings().get(name, [])]
     if not rows:
@@ -170,7 +170,7 @@ def method_page(name: str) -> str:
         "Streams of single images": single.get(facts["one image"], f"can be adapted to {facts['one image']}"),
         "Statistics of BatchNorm": "what it adapts" if "batch norms" in info.requires else normalises,
         "Logits come from": "after the update" if info.predicts_after else "before the update",
-        '`reply="first"`': "replies after the first forward pass" if info.replies_first else "replies at the end of the step",
+        '`reply="first"` replies': "after the first forward pass" if info.replies_first else "at the end of the step",
         "Recentring": f"on by default (`{info.recentre!r}`)" if info.recentre else "off by default",
     }
     options = [
@@ -195,20 +195,22 @@ def methods_page() -> str:
     for name in names:
         found = table_of(name)
         row = found.rows[name] if found and found.mark == "normal" else {}
-        facts = describe(name)
-        paper = facts.pop("paper")
+        numbers = (row.get("mean", ""), row.get("over source", ""))
         replayed = "yes" if name in CHECKED.values() else "no"
-        rows.append((f"[{name}]({name}.md)", *facts.values(), replayed, row.get("mean", ""), row.get("over source", ""), paper))
+        *facts, paper = describe(name).values()
+        rows.append((f"[{name}]({name}.md)", *facts, replayed, *numbers, paper))
     normal = measured("normal")
     assert normal is not None, "docs/results.md has the table"
     headings = ("method", *list(describe("source"))[:-1], "recordings", "mean", "over source", "paper")
     return (
         "# Methods\n\n"
-        "The registered methods. *Beyond the batch*: what needs source statistics or trained prompts is not source-free. *One\n"
-        "image*: whether a stream of single images can be adapted to. *Passes*: forward + backward, of each image, at most.\n"
-        "*Recordings*: whether recorded runs of a reference implementation check the method step by step. *Mean* and *over\n"
-        "source*: top-1 accuracy in % on the bundled model, and its difference from `source` in points, from the table\n"
-        "`normal` of [the results](../../results.md), without recentring unless the method recentres itself.\n\n"
+        "These methods are registered.\n\n"
+        "- *Beyond the batch*: what needs source statistics or trained prompts is not source-free.\n"
+        "- *One image*: whether a stream of single images can be adapted to.\n"
+        "- *Passes*: forward + backward, of each image, at most.\n"
+        "- *Recordings*: whether recorded runs of a reference implementation check the method step by step.\n"
+        "- *Mean* and *over source*: top-1 accuracy in % on the bundled model, and its difference from `source` in points,\n"
+        "  from the table `normal` of [the results](../../results.md), without recentring unless that is its default.\n\n"
         f"{table(headings, rows)}"
         f"The protocol of the accuracies:\n\n{normal.protocol}\n\n"
         "```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```\n"
@@ -219,14 +221,11 @@ def methods_page() -> str:
 
 
 def commands(parser: Parser) -> Iterator[tuple[Parser, str]]:
-    """Yield a parser and those of its commands, each with the one-line help that its parent has for it."""
-    if parser.complete is not None:  # some parsers add their arguments when they are used
-        complete, parser.complete = parser.complete, None
-        complete()
+    """Yield the parsers of the commands of a parser, and of their own, each with its help in one line."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for choice in action._choices_actions:
-                command = action.choices[choice.dest]
+                command = action.choices[choice.dest].completed()
                 yield command, choice.help or ""
                 yield from commands(command)
 
@@ -278,8 +277,8 @@ def data_sets_page() -> str:
         rows.append((f"`{name}`", entry.about, f"`{entry.shape}`", number, entry.origin))
     return (
         "# Data sets\n\n"
-        "The names that `--data` and `data=` take, and what has to be below `--root`. Layouts are those in which the data sets\n"
-        "are distributed. `acclimate data check` says what is missing, and where to get it.\n\n"
+        "The names that `--data` and `data=` take, and what has to be below `--root`. Layouts are those in which the data\n"
+        "sets are distributed. `acclimate data check` says what is missing, and where to get it.\n\n"
         f"{table(('name', 'what', 'below its root', 'images of a domain', 'from'), rows)}"
         "How images are resized, and in which order classes are counted, is in [the guide of the bench](../bench.md#data).\n"
     )
@@ -320,11 +319,10 @@ def api_pages() -> dict[str, str]:
         + ("   :members:\n" if inspect.isclass(getattr(acclimate, name)) else "")
         for name in home
     )
-    pages = {
-        "api/acclimate": "# acclimate\n\nThe public names. "
-        + ", ".join(f"`acclimate.{name}` is the module [acclimate.{m}](acclimate.{m}.md)" for name, m in acclimate._MODULES.items())
-        + f".\n\n```{{eval-rst}}\n{public}```\n"
-    }  # fmt: skip
+    modules = ", ".join(
+        f"`{name}` is [acclimate.{module}](acclimate.{module}.md)" for name, module in acclimate._MODULES.items()
+    )
+    pages = {"api/acclimate": f"# acclimate\n\nThe public names. {modules}.\n\n```{{eval-rst}}\n{public}```\n"}
     for module in (f"acclimate.{name}" for names in MODULES.values() for name in names):
         elsewhere = ", ".join(name for name, where in home.items() if where == module)
         exclude = f"   :exclude-members: {elsewhere}\n" if elsewhere else ""
