@@ -77,16 +77,6 @@ def test_the_code_in_the_readme_works(tmp_path, batches, monkeypatch):
     assert torch.equal(names["source"].head.weight, tiny_model().head.weight)
 
 
-def test_the_method_in_the_docs_conforms():
-    """It ends with check_method, which raises if anything does not hold."""
-    code = python_blocks("docs/usage.md")[-1]
-    assert code.rstrip().endswith('acclimate.check_method("mine")')
-    try:
-        exec(code, {})
-    finally:
-        assert registry._REGISTRY.pop("mine", None) is not None
-
-
 def test_the_calls_in_the_docs_work(tmp_path, batches, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = python_blocks("docs/usage.md")[0]
@@ -128,7 +118,7 @@ def test_inspect_command(tmp_path, capsys, batches):
 
 def test_check_command_on_a_file(tmp_path, capsys, monkeypatch):
     timm = {"timm": check.families()["timm"]}
-    monkeypatch.setattr(check, "families", lambda: timm)  # the others are checked with the method in the docs
+    monkeypatch.setattr(check, "families", lambda: timm)  # test_check.py checks the others
     file = tmp_path / "mine.py"
     file.write_text(
         "import acclimate\n"
