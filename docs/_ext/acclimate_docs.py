@@ -195,7 +195,7 @@ def methods_page() -> str:
     for name in names:
         found = table_of(name)
         row = found.rows[name] if found and found.mark == "normal" else {}
-        numbers = (row.get("mean", ""), row.get("over source", ""))
+        numbers = (row.get("mean", "-"), row.get("over source", "-"))
         replayed = "yes" if name in CHECKED.values() else "no"
         *facts, paper = describe(name).values()
         rows.append((f"[{name}]({name}.md)", *facts, replayed, *numbers, paper))
@@ -295,15 +295,15 @@ def files_page() -> str:
     kinds: dict[str, list[str]] = {}
     for name in tensors:
         kinds.setdefault(name.partition("/")[0], []).append(name)
-    rows = [(f"`{kind}/`", len(names), f"`{names[0]}`") for kind, names in sorted(kinds.items())]
+    rows = [(f"`{kind}`", len(names), f"`{names[0]}`") for kind, names in sorted(kinds.items())]
     return (
         "# File formats\n\n"
         f"## State file\n\n{inspect.cleandoc(statefile.__doc__ or '')}\n\n"
         "The metadata of the safetensors file has two entries: `acclimate`, the header as JSON, and `digest`. This is the\n"
         "header of a tiny model after two steps of TENT, as `acclimate inspect FILE` shows it:\n\n"
         f"```json\n{json.dumps(header, indent=2)}\n```\n\n"
-        "Its tensors are grouped by the first part of their names:\n\n"
-        f"{table(('names begin with', 'tensors', 'for example'), rows)}"
+        "Its tensors, by the first part of their names:\n\n"
+        f"{table(('first part', 'tensors', 'for example'), rows)}"
         f"## Results folder\n\n{inspect.cleandoc(store.__doc__ or '')}\n"
     )
 
@@ -334,7 +334,11 @@ def api_pages() -> dict[str, str]:
         )
     index = "# API\n\nFrom the docstrings.\n\n```{toctree}\n:maxdepth: 1\n\nacclimate\n```\n\n"
     for title, names in MODULES.items():
-        index += f"## {title}\n\n```{{toctree}}\n:maxdepth: 1\n\n" + "\n".join(f"acclimate.{n}" for n in names) + "\n```\n\n"
+        index += (
+            f"## {title}\n\n```{{toctree}}\n:maxdepth: 1\n\n"
+            + "\n".join(f"{n} <acclimate.{n}>" for n in names)
+            + "\n```\n\n"
+        )
     return {"api/index": index, **pages}
 
 

@@ -36,6 +36,12 @@ def test_a_method_has_a_page_with_its_options(name, pages):
     assert "Args:" not in page and "## Measured accuracy" in page
 
 
+@pytest.mark.parametrize("name", [name for name in acclimate.list_methods() if name != "source"])
+def test_a_method_has_equations(name):
+    text = acclimate_docs.read_docstring(registry.find_method(name)).text
+    assert re.search(r"^    .*( = |<-)", text, re.M), "indented lines with what the method computes"
+
+
 def test_a_page_names_the_recordings_that_check_its_method(pages):
     assert "`dct_bs1.safetensors`" in pages["methods/dct"] and "yushuntang/DCT" in pages["methods/dct"]
     assert "COME-TENT" in pages["methods/tent"] and "`tent_normal.safetensors`" in pages["methods/tent"]

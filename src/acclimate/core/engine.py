@@ -527,9 +527,10 @@ class Engine:
                 "logits do not depend on what adapts. Choose a method that needs no gradient (source, t3a, lame)."
             )
         scaled = loss * self.loss_scale.to(loss.device)
-        new = torch.autograd.grad(scaled, self.adapted.tensors, materialize_grads=True)
+        # torch 2.4 fills in zeros that require a gradient themselves
+        new = [g.detach() for g in torch.autograd.grad(scaled, self.adapted.tensors, materialize_grads=True)]
         if total is None:
-            return list(new)
+            return new
         torch._foreach_add_(total, new)
         return total
 
