@@ -160,7 +160,7 @@ def open_given(given: argparse.Namespace, needed: Collection[str] | None = None)
 
 
 def make_folder_of(file: str) -> None:
-    """Make the folder of a file that will be written at the end, so that a wrong path is found before anything is computed."""
+    """Make the folder of a file that will be written at the end, so that a wrong path is found at once."""
     os.makedirs(os.path.dirname(os.path.abspath(file)), exist_ok=True)
 
 
