@@ -187,7 +187,7 @@ class DePT(Method):
         for name, size in self._wanted.items():
             if size != getattr(sizes, name):
                 raise ConfigError(
-                    f"{name}={size}: {setup.statistics.origin} has {getattr(sizes, name)}. Leave it out, or train anew."
+                    f"{name}={size}: {setup.statistics.origin} has {getattr(sizes, name)}. Leave it out, or train again."
                 )
         return sizes
 
