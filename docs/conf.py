@@ -1,4 +1,4 @@
-"""Configuration of the documentation site: `sphinx-build -W --keep-going -b html docs docs/_build`."""
+"""Configuration of the documentation site: `sphinx-build -W --keep-going -b html docs docs/_build/html`."""
 
 import sys
 from pathlib import Path
@@ -27,8 +27,10 @@ myst_enable_extensions = ["dollarmath", "deflist"]
 myst_heading_anchors = 4
 
 nb_execution_mode = "cache"  # executes a notebook again when it has changed; in a fresh clone all of them
+nb_execution_in_temp = True  # what a notebook writes is not left here
 nb_execution_timeout = 240
 nb_execution_raise_on_error = True
+nb_output_stderr = "remove"  # progress, and warnings with the paths of the machine that builds the site
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -77,7 +77,7 @@ def command_lines(page: Path) -> Iterator[list[str]]:
     """Yield the words of each command in the console blocks of a page."""
     for block in blocks(page):
         if block.language in ("console", "bash"):
-            code = block.code.replace("\\\n", " ")
+            code = re.sub(r"\$\{?\w+\}?", "1", block.code.replace("\\\n", " "))  # a variable may be a number
             shown = re.findall(r"^\$ (.*)", code, re.M) if block.language == "console" else code.splitlines()
             for line in shown:
                 lexer = shlex.shlex(line, posix=True, punctuation_chars=True)

@@ -16,7 +16,7 @@ import acclimate
 from acclimate.errors import ConfigError, ModelError
 from acclimate.models.families import view_of
 from acclimate.models.surgery import TracedAttention
-from acclimate.testing.zoo import tiny
+from acclimate.testing.zoo import ZOO, tiny
 from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
@@ -29,6 +29,13 @@ CONDITIONED = (
     "HF BEiT",
     "HF CLIP",
 )
+
+
+def families(*names):
+    return [
+        pytest.param(name, marks=pytest.mark.skipif(not ZOO[name].is_installed, reason="a library is not installed"))
+        for name in names
+    ]
 
 
 def hidden(model):
@@ -92,7 +99,7 @@ def test_the_added_key_has_no_rotary_position():
     assert_exact(attention(tokens, rope=rope), merged(attention, scores, v, extra[1]))
 
 
-@pytest.mark.parametrize("name", CONDITIONED)
+@pytest.mark.parametrize("name", families(*CONDITIONED))
 def test_conditioners_get_the_class_token_and_act(name):
     model, images = tiny(name).double(), double_batches(1)[0]
     heads = view_of(model).attentions[0].heads
@@ -115,7 +122,7 @@ def test_conditioners_get_the_class_token_and_act(name):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("name", ["SigLIP, attention pooling", "SigLIP, mean pooling", "HF SigLIP", "ViT, DeiT"])
+@pytest.mark.parametrize("name", families("SigLIP, attention pooling", "SigLIP, mean pooling", "HF SigLIP", "ViT, DeiT"))
 def test_the_mean_patch_token_serves_models_without_a_class_token(name):
     model, images = tiny(name), torch.randn(4, 3, 32, 32)
     if name != "ViT, DeiT":
