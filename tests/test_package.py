@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import timm
-import torch
 
 import acclimate
 from acclimate import cli
@@ -18,10 +16,6 @@ from acclimate.testing import check
 from acclimate.testing.check import tiny_model
 
 ROOT = Path(__file__).parents[1]
-
-
-def python_blocks(page):
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
 
 
 def modules_after(code):
@@ -65,24 +59,6 @@ def test_every_public_name_exists():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().split()) <= 700
-
-
-def test_the_code_in_the_readme_works(tmp_path, batches, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(timm, "create_model", lambda name, pretrained: tiny_model())
-    (code,) = python_blocks("README.md")
-    names = {"camera": batches}
-    exec(code, names)
-    assert names["model"].record.samples == len(batches[0])
-    assert torch.equal(names["source"].head.weight, tiny_model().head.weight)
-
-
-def test_the_calls_in_the_docs_work(tmp_path, batches, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code = python_blocks("docs/usage.md")[0]
-    names = {"acclimate": acclimate, "model": tiny_model(), "fresh_model": tiny_model(), "images": batches[0]}
-    exec(code, names)
-    assert torch.equal(names["source"].head.weight, tiny_model().head.weight)
 
 
 def test_methods_command(capsys):
@@ -136,23 +112,3 @@ def test_check_command_on_a_file(tmp_path, capsys, monkeypatch):
     file.write_text("import acclimate\n")
     assert cli.main(["check", str(file)]) == 2
     assert "registers no method" in capsys.readouterr().err
-
-
-def test_the_data_in_the_docs_works():
-    (code,) = python_blocks("docs/data.md")
-    names = {}
-    exec(code, names)
-    assert names["result"].samples == names["stream"].samples == 2 * 10 * 51  # two domains, ten classes, 51 steps each
-    assert names["foggy"].shape == names["images"].pixels[:256].shape
-
-
-def test_the_bench_in_the_docs_works(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {}
-    bench, testbed, _ = python_blocks("docs/bench.md")  # the third needs several GPUs
-    exec(bench, names)
-    assert [outcome.spec.method for outcome in names["results"]] == ["source", "dct", "dct"]
-    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 3
-    exec(testbed, names)
-    keys = [(outcome.spec.method, str(outcome.spec.domains[0])) for outcome in names["outcomes"]]
-    assert keys == [("source", "clean"), ("tent", "clean"), ("source", "fog/5"), ("tent", "fog/5")]

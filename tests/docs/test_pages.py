@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import pytest
 import timm
+import torch
 
 import acclimate
 from acclimate import cli
@@ -32,6 +33,13 @@ ASSUMED = {
     "camera": tiny_batches,
     "images": lambda: tiny_batches(1)[0],
     **dict.fromkeys(("model", "my_model", "fresh_model"), tiny_model),
+}
+# What has to hold for the names of a page when its blocks have run.
+PROMISES = {
+    "README.md": lambda names: torch.equal(names["source"].head.weight, tiny_model().head.weight),
+    "docs/bench.md": lambda names: [outcome.spec.method for outcome in names["results"]] == ["source", "dct", "dct"],
+    "docs/data.md": lambda names: names["result"].samples == names["stream"].samples == 2 * 10 * 51,
+    "docs/usage.md": lambda names: torch.equal(names["source"].head.weight, tiny_model().head.weight),
 }
 CHEAP = ("methods", "data list")
 FILES = {_parser.input_file, _parser.input_folder, _parser.output_file, _parser.output_folder}
@@ -68,6 +76,7 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     names = {name: make() for name, make in ASSUMED.items()}
     for block in python_blocks(ROOT / page):
         exec(compile("\n" * block.line + block.code, page, "exec"), names)
+    assert page not in PROMISES or PROMISES[page](names)
 
 
 # Commands
