@@ -108,8 +108,9 @@ def test_a_wrong_request_says_what_is_wrong(body, length, reason):
 def test_ten_thousand_malformed_requests_raise_nothing_else():
     """Requests with random bytes exchanged, cut, doubled or inserted, and with random values in place of others."""
     rng = random.Random(0)
-    values = [None, True, -1, 0, 2**70, 10**4200, 1.5, float("nan"), "", "x", "\ud800", [1] * 99, [10**4200] * 4, [], [[]], {}, {"a": []}, ["a", 1], [None] * 3]
-    refused = 0
+    values = [None, True, -1, 0, 2**70, 1.5, float("nan"), "", "x", [], [[]], {}, {"a": []}, ["a", 1], [None] * 3]
+    values += [10**4200, [10**4200] * 4, [1] * 99, "\ud800"]
+    messages = []
     for _ in range(10_000):
         request = {**told(), "parameters": {"sequence_id": 3}, "outputs": [{"name": "class", "parameters": {}}], "id": "a"}
         places = [request, request["parameters"], request["inputs"][0], request["outputs"][0]]
@@ -123,6 +124,5 @@ def test_ten_thousand_malformed_requests_raise_nothing_else():
         try:
             parse(body, length)
         except InputError as error:
-            assert len(str(error).encode()) < 300
-            refused += 1
-    assert refused > 6000
+            messages.append(str(error).encode())
+    assert len(messages) > 6000 and max(map(len, messages)) < 300

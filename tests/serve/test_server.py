@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import io
 import json
+import logging
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,6 +26,8 @@ import torch
 from PIL import Image
 
 import acclimate
+from acclimate import cli
+from acclimate.serve.service import JsonLines
 from support import child_environment
 
 TOKEN = "a-token-of-this-test"
@@ -161,8 +166,10 @@ def test_curl(server, tmp_path):
 
 
 def test_wrong_requests_get_a_4xx_and_change_no_state(server, images):
+    token = {"Authorization": f"Bearer {TOKEN}"}
     server.infer(images, "careful")
     assert server.steps("careful", 1) == 1
+    before = server.ask("GET", "/streams/careful/state", **token)[1]
     bomb = io.BytesIO()
     Image.new("1", (30_000, 30_000)).save(bomb, "PNG")
     small = {"inputs": [{"name": "images", "datatype": "FP32", "shape": [1, 3, 5, 5], "data": [0.0] * 75}]}
@@ -173,14 +180,64 @@ def test_wrong_requests_get_a_4xx_and_change_no_state(server, images):
         (400, png()[:100], {"Content_Type": "image/png"}),
         (400, bomb.getvalue(), {"Content_Type": "image/png"}),
         (400, b"<svg/>", {"Content_Type": "image/svg+xml"}),
+        (400, {"inputs": [{"name": "images", "datatype": "FP32", "shape": [1] * 99, "data": [0.0]}]}, {}),
+        (400, {"inputs": [{**small["inputs"][0], "parameters": {"binary_data_size": "\ud800"}}]}, {}),
         (413, b"", {"Content_Length": str(2**40)}),
         (415, b"x", {"Content_Encoding": "gzip"}),
     ]
     for code, body, headers in asked:
         found, told, _ = server.ask("POST", f"{WHERE}?sequence_id=careful", body, **headers)
         assert found == code and isinstance(told["error"], str), (code, found, told)
+    files = [base64.b64encode(file).decode() for file in (png(), b"no image")]
+    two = {"inputs": [{"name": "images", "datatype": "BYTES", "shape": [2], "data": files}]}
+    code, told, _ = server.ask("POST", WHERE, {**two, "parameters": {"sequence_id": "careful"}})
+    assert code == 400 and told["error"].startswith("File 2 of 2: the image cannot be read")
     assert server.steps("careful", 1) == 1
+    assert server.ask("GET", "/streams/careful/state", **token)[1] == before
     assert server.ask("GET", WHERE)[0] == 405
+    assert 'code="500"' not in server.ask("GET", "/metrics")[1].decode()
+
+
+def test_clients_that_leave_harm_nobody(server, images):
+    only = {"name": "images", "datatype": "FP32", "shape": list(images.shape), "data": images.ravel().tolist()}
+    body = json.dumps({"inputs": [only], "parameters": {"sequence_id": "gone"}}).encode()
+    start = f"POST {WHERE} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    for sent in (start, start + body[:-1], start + body) * 5:
+        with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+            connection.sendall(sent)
+    assert server.infer(images, "patient")["learned"] and server.steps("patient", 1) == 1
+    assert 'code="500"' not in server.ask("GET", "/metrics")[1].decode()
+
+
+def test_a_photograph_is_turned_upright(server):
+    pixels = Image.fromarray(acclimate.bundled.images().pixels[0]).resize((280, 280))
+    turned, labels = Image.Exif(), []
+    turned[0x0112] = 6  # the camera was turned: rotate by 90 degrees clockwise to show it
+    for image, exif in ((pixels, None), (pixels.rotate(90), turned)):
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=95, **({} if exif is None else {"exif": exif}))
+        told = server.ask("POST", f"{WHERE}?sequence_id=photo", file.getvalue(), Content_Type="image/jpeg")[1]
+        labels.append(told["outputs"][2]["data"])
+    assert labels == [["ankle boot"]] * 2
+
+
+def test_an_address_in_use_is_named(server, capfd):
+    for command in (["serve", "--model", "bundled"], ["demo"]):
+        assert cli.main([*command, "--port", str(server.port)]) == 2
+        assert f"--port {server.port} cannot be used: Address already in use." in capfd.readouterr().err
+
+
+def test_the_log_has_one_json_object_in_a_line():
+    form, told = JsonLines(), logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "two\nlines", (), None)
+    assert json.loads(form.format(told))["told"] == "two\nlines" and "\n" not in form.format(told)
+    try:
+        raise ValueError("reason")
+    except ValueError:
+        failed = logging.LogRecord("asyncio", logging.ERROR, "", 0, "failed", (), sys.exc_info())
+    assert json.loads(form.format(failed)) | {"time": 0, "told": ""} == {
+        "time": 0, "message": "error", "from": "asyncio", "told": "", "error": "ValueError",
+    }  # fmt: skip
+    assert form.format(logging.LogRecord("acclimate.serve", logging.INFO, "", 0, '{"a": 1}', (), None)) == '{"a": 1}'
 
 
 def test_streams_are_changed_with_the_token_alone(server, images):

@@ -106,18 +106,14 @@ def _parsed(told: Mapping[str, Any], rest: memoryview) -> InferRequest:
     shape = _typed(only, "shape", list, [])
     is_shape = 1 <= len(shape) <= MOST_SIDES and all(type(side) is int and 1 <= side <= LONGEST_SIDE for side in shape)
     if not is_shape or shape[0] > MOST_IMAGES:
-        raise InputError(
-            f"The shape {_shown(shape)} is not a list of whole numbers, with 1 to {MOST_IMAGES} images first."
-        )
+        raise InputError(f"The shape {_shown(shape)} is not a list of whole numbers, with 1 to {MOST_IMAGES} images first.")
     content = _content(only, rest)
     sequence = _sequence(about)
     if only.get("datatype") == "FP32":
         return InferRequest(name, sequence, pixels=_numbers(content, shape), outputs=wanted)
     if only.get("datatype") == "BYTES":
         return InferRequest(name, sequence, files=_files(content, shape), outputs=wanted)
-    raise InputError(
-        f"The datatype of {NAME!r} is FP32 for pixels or BYTES for files, not {_shown(only.get('datatype'))}."
-    )
+    raise InputError(f"The datatype of {NAME!r} is FP32 for pixels or BYTES for files, not {_shown(only.get('datatype'))}.")
 
 
 def _typed(told: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
