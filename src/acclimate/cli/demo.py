@@ -53,7 +53,7 @@ def _open(chosen: str) -> FastAPI:
     method, options = one_method(chosen)
     options = {**bundled.options(32).get(method, {}), **options}
     adapter, preprocess, labels = open_adapter("bundled", method, options, device="cpu")
-    service = Service(Streams(adapter))
+    service = Service(Streams(adapter), show=False)  # the demonstration shows its own images
     app = application(service, Served("bundled", preprocess, labels, open_admin=True))
     demo = Demo(service, bundled.model())
     add_demo(app, demo)

@@ -239,6 +239,7 @@ def application(service: Service, served: Served) -> FastAPI:
                     "image": "data:image/png;base64," + base64.b64encode(file.getvalue()).decode(),
                     "source": served.labels[each.source],
                     "adapted": served.labels[each.adapted],
+                    "truth": None if each.truth is None else served.labels[each.truth],
                 }
             )
         return found

@@ -62,6 +62,7 @@ class Recent:
     image: Tensor
     source: int
     adapted: int
+    truth: int | None = None  # its class, if that is known
 
 
 class Service:
