@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from acclimate.data import bundled
 from acclimate.errors import InputError
@@ -103,6 +104,9 @@ def test_the_page_updates_and_a_slider_changes_the_curves(address, browser, tmp_
     assert re.search("source: .* [✓✗]\nadapted: .* [✓✗]", find("#recent li").text), "the right one is not marked"
     find("article [data-action=freeze]").click()
     until(lambda _: "(frozen)" in find("article h3").text)
+    Image.fromarray(bundled.images().pixels[0]).save(tmp_path / "boot.png")
+    find("#file").send_keys(os.fspath(tmp_path / "boot.png"))
+    until(lambda _: re.fullmatch(rf"({'|'.join(bundled.CLASSES)}) \(\d+ %\)", find("#answer").text))
     (tmp_path / "wrong.png").write_bytes(b"no image")
     find("#file").send_keys(os.fspath(tmp_path / "wrong.png"))
     until(lambda _: "cannot be read" in find("#answer").text)

@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -27,7 +28,9 @@ from PIL import Image
 
 import acclimate
 from acclimate import cli
-from acclimate.serve.service import JsonLines
+from acclimate.serve.application import as_http
+from acclimate.serve.service import JsonLines, Refused
+from acclimate.serve.streams import TooManyStreams
 from support import child_environment
 
 TOKEN = "a-token-of-this-test"
@@ -37,11 +40,14 @@ WHERE = "/v2/models/bundled/infer"
 class Server:
     """A process of `acclimate serve`, and requests to it."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
-        self.process, self.port = process, port
+    def __init__(self, process: subprocess.Popen[str], port: int, secure: ssl.SSLContext | None = None) -> None:
+        self.process, self.port, self.secure = process, port, secure
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, http.client.HTTPMessage]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        if self.secure is None:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        else:
+            connection = http.client.HTTPSConnection("127.0.0.1", self.port, timeout=60, context=self.secure)
         content = json.dumps(body).encode() if isinstance(body, (dict, list)) else body
         connection.request(method, path, content, {name.replace("_", "-"): value for name, value in headers.items()})
         answer = connection.getresponse()
@@ -68,7 +74,7 @@ class Server:
 
 
 @contextmanager
-def running(folder: Path, *arguments: str) -> Iterator[Server]:
+def running(folder: Path, *arguments: str, secure: ssl.SSLContext | None = None) -> Iterator[Server]:
     (folder / "token").write_text(TOKEN)
     command = [sys.executable, "-m", "acclimate", "serve", "--model", "bundled", "--method", "tent", "--port", "0"]
     command += ["--states", str(folder / "states"), "--auth-token-file", str(folder / "token"), *arguments]
@@ -79,7 +85,7 @@ def running(folder: Path, *arguments: str) -> Iterator[Server]:
         line = process.stdout.readline()
         found = re.search(r":(\d+)/", line)
         assert found, (line, (folder / "log").read_text())
-        server = Server(process, int(found[1]))
+        server = Server(process, int(found[1]), secure)
         assert server.ask("GET", "/v2/health/ready")[0] == 200
         yield server
     finally:
@@ -258,6 +264,27 @@ def test_streams_are_changed_with_the_token_alone(server, images):
     assert server.ask("POST", f"{here}/freeze", **token)[0] == 200
     assert server.infer(images, "admin/ü 1")["reason"] == "frozen"
     assert server.ask("DELETE", f"{here}/state", **token)[0] == 200 and server.ask("GET", f"{here}/state", **token)[0] == 404
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl on this machine")
+def test_https_and_a_page_without_images(server, images, tmp_path):
+    server.infer(images, "shown")
+    assert server.ask("GET", "/streams")[1]["recent"], "a server on this machine alone shows images"
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-addext"]
+    subprocess.run(
+        [*made, "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate], check=True, capture_output=True
+    )
+    secure = ssl.create_default_context(cafile=certificate)
+    with running(tmp_path, "--ssl-certfile", certificate, "--ssl-keyfile", key, "--no-images", secure=secure) as other:
+        other.infer(images, "private")
+        assert other.steps("private", 1) == 1 and other.ask("GET", "/streams")[1]["recent"] == []
+
+
+def test_a_refusal_says_when_to_try_again():
+    refused = as_http(Refused(429, "8 images are waiting already."))
+    assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
+    assert as_http(TooManyStreams("There are 2 streams already.")).headers["Retry-After"] == "60"
 
 
 def test_a_killed_server_continues_from_a_whole_state(tmp_path, images):

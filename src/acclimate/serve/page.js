@@ -3,6 +3,7 @@
 
 const at = (id) => document.getElementById(id);
 const percent = (share) => `${(100 * share).toFixed(0)} %`;
+const inPoints = (share) => (Math.round(100 * share) || 0).toString().replace("-", "−");
 const decimals = (value) => (value === null || value === undefined ? "–" : value.toFixed(value < 10 ? 2 : 0));
 const SVG = "http://www.w3.org/2000/svg";
 const WINDOW = 10; // batches of which an accuracy is the mean
@@ -133,7 +134,8 @@ function drawStream(stream, admin) {
     "steps": stream.steps,
     "mean entropy": decimals(last.entropy),
     "estimated accuracy": last.accuracy === null || last.accuracy === undefined ? "–" : percent(last.accuracy),
-    "estimated harm": last.harm === null || last.harm === undefined ? "–" : `${(100 * last.harm).toFixed(1)} points`,
+    "estimated harm": last.harm === null || last.harm === undefined ? "–"
+      : `${inPoints(last.harm)} points (${inPoints(last.harm_low)} to ${inPoints(last.harm_high)})`,
     "drift": decimals(last.drift),
     "latency": last.milliseconds === undefined ? "–" : `${last.milliseconds.toFixed(0)} ms`,
   };

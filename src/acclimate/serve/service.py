@@ -177,8 +177,8 @@ class Service:
                     log("error", error=f"{type(error).__name__}: {error}")
         finally:
             self.adapter.close()
-            for error in self.streams.close():
-                log("error", error=f"{type(error).__name__}: {error}")
+            for failed in self.streams.close():
+                log("error", error=f"{type(failed).__name__}: {failed}")
 
     def _next(self) -> list[Job]:
         """Return the requests that make up the next batch, all of one stream."""

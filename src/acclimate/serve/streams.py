@@ -74,6 +74,8 @@ class Stream:
                 "drift": record.drift,
                 "accuracy": record.estimated_accuracy,
                 "harm": None if record.harm is None else record.harm.estimate,
+                "harm_low": None if record.harm is None else record.harm.low,
+                "harm_high": None if record.harm is None else record.harm.high,
                 "milliseconds": milliseconds,
             }
         )
