@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import os
+import random
 import re
 import shutil
 import signal
@@ -31,7 +32,7 @@ from acclimate import cli
 from acclimate.serve.application import as_http
 from acclimate.serve.service import JsonLines, Refused
 from acclimate.serve.streams import TooManyStreams
-from support import child_environment
+from support import child_environment, trials
 
 TOKEN = "a-token-of-this-test"
 WHERE = "/v2/models/bundled/infer"
@@ -202,6 +203,31 @@ def test_wrong_requests_get_a_4xx_and_change_no_state(server, images):
     assert server.ask("GET", "/streams/careful/state", **token)[1] == before
     assert server.ask("GET", WHERE)[0] == 405
     assert 'code="500"' not in server.ask("GET", "/metrics")[1].decode()
+
+
+def test_malformed_requests_get_a_400_and_change_no_state(server, images):
+    """ACCLIMATE_FUZZ=34 sends ten thousand."""
+    token, rng = {"Authorization": f"Bearer {TOKEN}"}, random.Random(0)
+    server.infer(images, "calm")
+    assert server.steps("calm", 1) == 1
+    before = server.ask("GET", "/streams/calm/state", **token)[1]
+    values = [None, True, -1, 2**70, 10**4200, float("nan"), "x", "\ud800", [], [[]], {"a": []}, ["a", 1], [1] * 99]
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    for _ in range(trials(300)):
+        only = {"name": "images", "datatype": "FP32", "shape": [1, 3, 2, 2], "data": [0.0] * 12}  # too small for the model
+        request = {"inputs": [only], "outputs": [{"name": "class"}], "parameters": {"sequence_id": "calm"}}
+        where = rng.choice([request, only])
+        where[rng.choice([*where])] = rng.choice(values)
+        content = rng.randbytes(rng.choice([0, 47, 48]))
+        only.update(rng.choice([{}, {"parameters": {"binary_data_size": len(content)}}]))
+        text = json.dumps(request).encode()
+        body, kind = rng.choice([(text + content, "application/json"), (png()[: rng.randrange(60)], "image/png")])
+        headers = {"Content-Type": kind, "Inference-Header-Content-Length": rng.choice([str(len(text)), "-1", "9" * 5000])}
+        connection.request("POST", f"{WHERE}?sequence_id=calm", body, headers)
+        answer = connection.getresponse()
+        assert answer.status == 400 and isinstance(json.loads(answer.read())["error"], str), (body[:500], headers)
+    connection.close()
+    assert server.ask("GET", "/streams/calm/state", **token)[1] == before
 
 
 def test_clients_that_leave_harm_nobody(server, images):

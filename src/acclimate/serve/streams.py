@@ -357,7 +357,11 @@ class Streams:
     def _read(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         if self.folder is None or not self.has(name):
             return None
-        return statefile.read(self.folder / self._file(name))
+        path = self.folder / self._file(name)
+        try:
+            return statefile.read(path)
+        except StateError as error:  # clients need not know where the file is
+            raise StateError(str(error).replace(str(path), f"The file of the stream {name!r}")) from error
 
     def _found(self) -> dict[str, int]:
         """Return the bytes of every file."""
