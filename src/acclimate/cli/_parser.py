@@ -27,7 +27,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise an error instead of printing all arguments."""
-        raise ConfigError(f"{message.rstrip('.')}. `{self.prog} --help` lists the arguments.")
+        end = "" if message.endswith((".", "?")) else "."
+        raise ConfigError(f"{message}{end} `{self.prog} --help` lists the arguments.")
 
     def completed(self) -> Parser:
         """Return this parser with all of its arguments."""
