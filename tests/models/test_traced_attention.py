@@ -28,6 +28,7 @@ CONDITIONED = (
     "HF DINOv2 with registers",
     "HF BEiT",
     "HF CLIP",
+    "open_clip, zero-shot",
 )
 
 
@@ -133,6 +134,25 @@ def test_the_mean_patch_token_serves_models_without_a_class_token(name):
     assert adapter.record.drift > 0
     with pytest.raises(ConfigError, match="token='last': choose"):
         acclimate.adapt(tiny(name), "dct", token="last")
+
+
+class Encoder(nn.Module):
+    """A ViT of layers of torch, which skips its attention modules when it passes images without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.cls_token = nn.Conv2d(3, 32, 8, 8), nn.Parameter(torch.randn(1, 1, 32))
+        layers = [nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3)]
+        self.layers, self.fc = nn.Sequential(*layers), nn.Linear(32, 5)
+
+    def forward(self, images):
+        patches = self.patches(images).flatten(2).mT
+        return self.fc(self.layers(torch.cat([self.cls_token.expand(len(images), -1, -1), patches], dim=1))[:, 0])
+
+
+def test_attention_that_torch_skips_is_not_offered():
+    with pytest.raises(ModelError, match="dct needs self-attention over all tokens of an image"):
+        acclimate.adapt(Encoder(), "dct")
 
 
 def test_copies_have_attention_of_their_own():
