@@ -163,7 +163,7 @@ def _zero_shot(kind: str) -> Callable[[], nn.Module]:
 
 
 def _open_clip() -> nn.Module:
-    import open_clip  # type: ignore[import-untyped]
+    import open_clip
 
     image = dict(image_size=32, layers=4, width=32, patch_size=8, head_width=16)
     text = dict(context_length=9, vocab_size=99, width=32, heads=2, layers=1)
