@@ -20,11 +20,11 @@ from acclimate.testing.check import assert_identical
 from acclimate.testing.zoo import ZOO, tiny
 
 METHODS = ("source", "lame", "norm", "t3a", "tent", "sar", "keel", "dct")  # of every combination of parts, one at least
+CONTINUED = ("keel", "tent")  # these are saved and loaded
 if os.environ.get("ACCLIMATE_FAMILIES") == "all":  # as in .ci/run
-    METHODS = tuple(acclimate.list_methods())
+    METHODS = CONTINUED = tuple(acclimate.list_methods())
 ROOT = Path(__file__).parents[2]
 SLOW = ("poem", "rotta", "memo", "adacontrast")  # that wait for more samples, or return to the source
-CONTINUED = ("keel", "tent")  # of which the first that suits is saved and loaded
 
 
 def batches(name, count=2):
@@ -59,10 +59,13 @@ def options_of(kind, name):
 
 def test_a_family_adapts_and_is_given_back(name, tmp_path):
     model = tiny(name)
+    expected = logits(model, batches(name)[0])
+    model.train()
+    first = next(model.parameters()).requires_grad_(False)
     fitting = fitting_methods(view_of(model))
     source = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    modules, expected = dict(model.named_modules()), logits(model, batches(name)[0])
-    continued = next(method for method in CONTINUED if method in fitting)
+    modules = dict(model.named_modules())
+    continued = [method for method in CONTINUED if method in fitting]
     for method in METHODS:
         if method not in fitting:
             with pytest.raises(
@@ -79,16 +82,24 @@ def test_a_family_adapts_and_is_given_back(name, tmp_path):
             if method == "source" and i == 0:
                 torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
         assert adapter.record.drift > 0 or not adapter.method.info.passes[1] or method in SLOW
-        if method == continued:
+        now, record = adapter.state.capture(), adapter.record
+        with adapter.frozen():
+            assert torch.equal(adapter(images), adapter(images))
+        assert_identical(adapter.state.capture(), now, f"{method} after frozen calls")
+        assert adapter.record is record
+        if method in continued:
             adapter.save(tmp_path / "state.safetensors")
             loaded = acclimate.load(tmp_path / "state.safetensors", tiny(name))
             assert torch.equal(loaded(images), adapter(images))
             assert_identical(loaded.state.capture(), adapter.state.capture(), f"{method} after load")
         adapter.reset()
         assert_identical(adapter.state.capture(), before, f"{method} after reset")
+        adapter(images)
         assert adapter.unwrap() is model
         assert_identical(dict(model.state_dict()), source, f"{method} after unwrap")
-        assert dict(model.named_modules()) == modules
+        assert dict(model.named_modules()) == modules and all(module.training for module in modules.values())
+        assert [id(p) for p in model.parameters() if not p.requires_grad] == [id(first)]
+    model.eval()
     assert torch.equal(logits(model, batches(name)[0]), expected)
 
 

@@ -155,6 +155,34 @@ def test_attention_that_torch_skips_is_not_offered():
         acclimate.adapt(Encoder(), "dct")
 
 
+class Windows(nn.Module):
+    """Attention of single pixels' rows: in windows of them, or of all."""
+
+    def __init__(self, windows):
+        super().__init__()
+        self.windows, self.norm1, self.norm2 = windows, nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, tokens):
+        x = self.norm2(self.norm1(tokens)).reshape(len(tokens) * self.windows, 1, -1, 8)
+        return F.scaled_dot_product_attention(x, x, x).reshape(tokens.shape)
+
+
+@pytest.mark.parametrize(("windows", "found"), [((1, 1), True), ((4, 4, 1, 1), False), ((4, 4), False)])
+def test_attention_in_windows_is_not_offered(windows, found):
+    layers = nn.Sequential(*map(Windows, windows))
+    model = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(2), Transposed(), layers, nn.Flatten(), nn.Linear(128, 5))
+    model.pretrained_cfg = {"input_size": (3, 32, 32)}
+    assert ("attention" in view_of(model).parts) == found
+    # in a model of stages of several modules, as many calls may see all tokens as there are stages
+    model[3] = nn.Sequential(*(nn.Sequential(*map(Windows, windows[i::2])) for i in range(2)))
+    assert ("attention" in view_of(model).parts) == found
+
+
+class Transposed(nn.Module):
+    def forward(self, tokens):
+        return tokens.mT
+
+
 def test_copies_have_attention_of_their_own():
     adapter = acclimate.adapt(tiny("EVA-02"), "dct", margin=9.0)
     images = torch.randn(4, 3, 32, 32)

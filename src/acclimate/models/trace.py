@@ -187,8 +187,9 @@ class _Attending(TorchFunctionMode):
 
     def found(self, images: int) -> tuple[Attention, ...]:
         """Return the modules in which the tokens of each image attend to each other, if all have the same shape."""
-        own = [(module, q) for module, q, k in self.calls if q == k and len(q) == 4 and q[0] == images]
-        alike = len({q for _, q in own}) == 1 and len({module for module, _ in own}) == len(own)
+        own = [(module, q) for module, q, k in self.calls if q == k]
+        whole = all(len(q) == 4 and q[0] == images for _, q in own)  # in windows, there are more
+        alike = whole and len({q for _, q in own}) == 1 and len({module for module, _ in own}) == len(own)
         return tuple(Attention(module, q[1], q[2], q[1] * q[3]) for module, q in own) if alike else ()
 
 
