@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, ModelError, NonFiniteError
 from ..models.normalisation import Normalisation, unknown_normalisation
-from ..models.surgery import capture, remove_captures
+from ..models.surgery import remove_captures
 from ..models.view import ModelView, layer_without_gradient, require_gradient, samples_interact
 from .microbatches import MicroBatches, Rows
 from .parameters import AdaptedParameters
@@ -304,9 +304,9 @@ class Engine:
 
     def _with_features(self, passed: Callable[..., tuple[Tensor, ...]], part: Rows) -> tuple[Tensor, ...]:
         """Return the outputs of a pass, and then the features that entered the head."""
-        with capture([self.view.head], first=True) as seen:  # a pass may contain further ones, of other views
+        with self.view.capture_features(first=True) as features:  # a pass may contain further ones, of other views
             outputs = passed(*part)
-        return *outputs, _full(seen[self.view.head].inputs.detach().flatten(1))
+        return *outputs, _full(features().detach())
 
     # ---- a batch without gradients ----------------------------------------------------------------------------
 
