@@ -169,6 +169,8 @@ def drop(images: Tensor, keep: Tensor) -> Tensor:
     opposite frequencies is conjugate. Therefore the flags of the rows above zero, and to the right of zero in row zero, hold
     also for the opposite frequencies, and the other flags have no effect.
     """
+    if not len(images):  # torch 2.4 transforms no empty batch
+        return images
     spectrum = torch.fft.fft2(images.to(torch.promote_types(images.dtype, torch.float32)))
     top, left = keep.shape[-2] // 2, keep.shape[-1] // 2
     rows, columns, right = (torch.arange(a, b) for a, b in ((-top, 0), (-left, left), (0, left)))
