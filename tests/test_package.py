@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import acclimate
 from acclimate import cli
@@ -16,7 +15,7 @@ from acclimate.core import registry
 from acclimate.testing import check
 from acclimate.testing.check import tiny_model
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
 
 
 def modules_after(code):
@@ -58,24 +57,8 @@ def test_every_public_name_exists():
     assert not hasattr(acclimate, "no_such_name")
 
 
-def test_the_method_in_the_readme_conforms():
-    """It ends with check_method, which raises if anything does not hold."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-    code = next(block for block in blocks if 'register("mine")' in block)
-    assert code.rstrip().endswith('acclimate.check_method("mine")')
-    try:
-        exec(code, {})
-    finally:
-        assert registry._REGISTRY.pop("mine", None) is not None
-
-
-def test_the_calls_in_the_readme_work(tmp_path, batches, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-    code = next(block for block in blocks if "rollback" in block)
-    names = {"acclimate": acclimate, "model": tiny_model(), "fresh_model": tiny_model(), "images": batches[0]}
-    exec(code, names)
-    assert torch.equal(names["source"].head.weight, tiny_model().head.weight)
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= 700
 
 
 def test_methods_command(capsys):
@@ -111,7 +94,7 @@ def test_inspect_command(tmp_path, capsys, batches):
 
 def test_check_command_on_a_file(tmp_path, capsys, monkeypatch):
     timm = {"timm": check.families()["timm"]}
-    monkeypatch.setattr(check, "families", lambda: timm)  # the others are checked with the README's method
+    monkeypatch.setattr(check, "families", lambda: timm)  # test_check.py checks the others
     file = tmp_path / "mine.py"
     file.write_text(
         "import acclimate\n"
@@ -129,25 +112,3 @@ def test_check_command_on_a_file(tmp_path, capsys, monkeypatch):
     file.write_text("import acclimate\n")
     assert cli.main(["check", str(file)]) == 2
     assert "registers no method" in capsys.readouterr().err
-
-
-def test_the_data_in_the_readme_works():
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.S)
-    code = next(block for block in blocks if "import corrupt" in block)
-    names = {"acclimate": acclimate}
-    exec(code, names)
-    assert names["result"].samples == names["stream"].samples == 2 * 10 * 51  # two domains, ten classes, 51 steps each
-    assert names["foggy"].shape == names["images"].pixels[:256].shape
-
-
-def test_the_bench_in_the_docs_works(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    page = (README.parent / "docs" / "bench.md").read_text()
-    names = {}
-    bench, testbed, _ = re.findall(r"```python\n(.*?)```", page, re.S)  # the third needs several GPUs
-    exec(bench, names)
-    assert [outcome.spec.method for outcome in names["results"]] == ["source", "dct", "dct"]
-    assert len(list((tmp_path / "runs").glob("*/result.json"))) == 3
-    exec(testbed, names)
-    keys = [(outcome.spec.method, str(outcome.spec.domains[0])) for outcome in names["outcomes"]]
-    assert keys == [("source", "clean"), ("tent", "clean"), ("source", "fog/5"), ("tent", "fog/5")]

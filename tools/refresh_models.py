@@ -32,7 +32,7 @@ def families() -> str:
         has = ("yes" if part in seen.parts else "no" for part in ("features", "attention", "class token", "blocks"))
         kind, count = NORMS[seen.kind_of_norm], f"{len(fitting_methods(seen))} of {len(list_methods())}"
         both = " and BatchNorm" if "batch norms" in seen.parts and kind != "BatchNorm" else ""
-        example = f"`{member.example}`" if member.library != "own" else member.example
+        example = f"`{member.example}`" if " " not in member.example else member.example
         rows.append(f"| {name} | {member.library} | {example} | {kind}{both} | {' | '.join(has)} | {count} |")
     return "\n".join(rows)
 

@@ -1,9 +1,9 @@
-"""Put the output of `acclimate bench` and the picture of `acclimate analyze stream` into the README.
+"""Put the output of `acclimate bench` into docs/bench.md, and draw the README's picture with `acclimate analyze stream`.
 
     python tools/refresh_readme.py
 
 Takes six minutes on two idle cores. Runs are kept in runs/readme: interrupted, it goes on where it was, and what is finished
-is not run again. The output stands between two marks of the README, the picture is docs/stream.png.
+is not run again. The output stands between two marks of the page, the picture is docs/stream.png.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", help="of each domain, to try it; default: those of the commands")
     parser.add_argument("--runs", type=Path, default=Path("runs/readme"))
-    parser.add_argument("--page", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "bench.md")
     parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "stream.png")
     options = parser.parse_args()
     few = ["--images", options.images] if options.images else []

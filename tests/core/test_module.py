@@ -158,7 +158,8 @@ def test_an_update_to_infinity_is_rolled_back(name, predict, batches):
         optimizer = healthy(batch_size)
         for group in optimizer.param_groups:
             # large enough that SGD overflows by its decay; Adam itself refuses a larger rate, and makes the logits infinite
-            group.update({"lr": 3e37} if isinstance(optimizer, torch.optim.Adam) else {"lr": 1e38, "weight_decay": 1e3})
+            adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+            group.update({"lr": 3e37} if adam else {"lr": 1e38, "weight_decay": 1e3})
         return optimizer
 
     model.method.optimizer = explosive
@@ -311,6 +312,7 @@ def test_patience_is_a_whole_number(patience):
 
 
 def test_images_may_be_given_as_pixel_values():
+    pytest.importorskip("transformers")
     adapter, other = acclimate.adapt(tiny_model("hf"), "tent"), acclimate.adapt(tiny_model("hf"), "tent")
     for images in tiny_batches(2):
         out = adapter(pixel_values=images)
@@ -322,6 +324,7 @@ def test_images_may_be_given_as_pixel_values():
 
 
 def test_configuration_and_device_are_those_of_the_model():
+    pytest.importorskip("transformers")
     model = tiny_model("hf")
     adapter = acclimate.adapt(model, "tent")
     assert adapter.config is model.config and adapter.device == torch.device("cpu")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import acclimate
 from acclimate.data.dataset import OwnDataset
@@ -45,6 +45,19 @@ def test_the_bench_takes_own_data(data, tmp_path):
     assert len(results.frame()) == 3 * len(names) and {*results.frame()["domain"]} == {*names}
 
 
+class Labelled(Dataset):
+    """Two images with the same label."""
+
+    def __init__(self, label):
+        self.label = label
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return torch.zeros(3, 32, 32), self.label
+
+
 def test_what_is_no_dataset_is_named():
     class Endless(IterableDataset):
         def __iter__(self):
@@ -55,6 +68,11 @@ def test_what_is_no_dataset_is_named():
         (TensorDataset(torch.zeros(2, 3, 32, 32)), "no pair of an image and a label"),
         (TensorDataset(torch.zeros(0, 3, 32, 32), torch.zeros(0)), "there are no images"),
         ({"day": [1, 2]}, "dictionary of datasets or loaders"),
+        ([(torch.zeros(3, 32, 32), 1)], "data= is a list: give a dataset or loader of torch"),
+        (Labelled("cat"), "its labels begin with 'cat': give columns of the model's head, as whole numbers"),
+        (Labelled(None), "its labels begin with None"),
+        (Labelled(1.5), "its labels begin with 1.5"),
+        (Labelled(torch.eye(10)[1]), "its labels begin with tensor"),
     ):
         with pytest.raises(InputError, match=message):
             acclimate.bench(tiny_model(), data, methods=["source"])

@@ -314,7 +314,7 @@ def test_command_skips_damaged_images(damaged, tmp_path, capsys):
 def test_command_says_how_to_continue(photos, tmp_path, capsys, monkeypatch):
     interrupt_after(monkeypatch, 2)
     assert cli.main(["corrupt", str(photos), str(tmp_path / "out"), "--corruptions", "fog"]) == 130
-    assert "the same command goes on" in capsys.readouterr().err
+    assert "the same command continues" in capsys.readouterr().err
 
 
 def test_command_writes_a_sheet(photos, tmp_path, capsys):

@@ -77,6 +77,15 @@ def test_results_show_themselves(results):
     assert repr(Results([])) == "Results([])"
 
 
+def test_a_notebook_shows_results_once(results, monkeypatch):
+    """Rich displays what it prints in a notebook, even if it prints to a file."""
+    displayed = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *output: displayed.append(output))
+    assert "tent" in repr(results) and "tent" in results._repr_html_()
+    assert not displayed
+
+
 def test_results_are_a_data_frame(results):
     frame = results.frame()
     assert len(frame) == 16 and set(frame.domain) == {"snow", "fog"} and set(frame.severity) == {5}

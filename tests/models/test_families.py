@@ -20,11 +20,11 @@ from acclimate.testing.check import assert_identical
 from acclimate.testing.zoo import ZOO, tiny
 
 METHODS = ("source", "lame", "norm", "t3a", "tent", "sar", "keel", "dct")  # of every combination of parts, one at least
+CONTINUED = ("keel", "tent")  # these are saved and loaded
 if os.environ.get("ACCLIMATE_FAMILIES") == "all":  # as in .ci/run
-    METHODS = tuple(acclimate.list_methods())
+    METHODS = CONTINUED = tuple(acclimate.list_methods())
 ROOT = Path(__file__).parents[2]
 SLOW = ("poem", "rotta", "memo", "adacontrast")  # that wait for more samples, or return to the source
-CONTINUED = ("keel", "tent")  # of which the first that suits is saved and loaded
 
 
 def batches(name, count=2):
@@ -59,10 +59,13 @@ def options_of(kind, name):
 
 def test_a_family_adapts_and_is_given_back(name, tmp_path):
     model = tiny(name)
+    expected = logits(model, batches(name)[0])
+    model.train()
+    first = next(model.parameters()).requires_grad_(False)
     fitting = fitting_methods(view_of(model))
     source = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    modules, expected = dict(model.named_modules()), logits(model, batches(name)[0])
-    continued = next(method for method in CONTINUED if method in fitting)
+    modules = dict(model.named_modules())
+    continued = [method for method in CONTINUED if method in fitting]
     for method in METHODS:
         if method not in fitting:
             with pytest.raises(
@@ -79,25 +82,30 @@ def test_a_family_adapts_and_is_given_back(name, tmp_path):
             if method == "source" and i == 0:
                 torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
         assert adapter.record.drift > 0 or not adapter.method.info.passes[1] or method in SLOW
-        if method == continued:
+        now, record = adapter.state.capture(), adapter.record
+        with adapter.frozen():
+            assert torch.equal(adapter(images), adapter(images))
+        assert_identical(adapter.state.capture(), now, f"{method} after frozen calls")
+        assert adapter.record is record
+        if method in continued:
             adapter.save(tmp_path / "state.safetensors")
             loaded = acclimate.load(tmp_path / "state.safetensors", tiny(name))
             assert torch.equal(loaded(images), adapter(images))
             assert_identical(loaded.state.capture(), adapter.state.capture(), f"{method} after load")
         adapter.reset()
         assert_identical(adapter.state.capture(), before, f"{method} after reset")
+        adapter(images)
         assert adapter.unwrap() is model
         assert_identical(dict(model.state_dict()), source, f"{method} after unwrap")
-        assert dict(model.named_modules()) == modules
+        assert dict(model.named_modules()) == modules and all(module.training for module in modules.values())
+        assert [id(p) for p in model.parameters() if not p.requires_grad] == [id(first)]
+    model.eval()
     assert torch.equal(logits(model, batches(name)[0]), expected)
 
 
 def test_the_head_is_found(name):
     """Features and head are what a pass really has between the two."""
     seen = view_of(tiny(name))
-    if "features" not in seen.parts:
-        assert name in ("DeiT, distilled", "temperature")
-        return
     with torch.no_grad():
         features, out = seen.features(batches(name)[0])
         torch.testing.assert_close(seen.classify(features), out)
@@ -155,6 +163,106 @@ def test_several_outputs_are_refused():
 
     with pytest.raises(ModelError, match="for two images it returns a tuple, and not logits"):
         acclimate.adapt(Pair(), "source")
+
+
+class Own(nn.Module):
+    """A backbone whose heads a function turns into logits."""
+
+    def __init__(self, logits_of_heads):
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone = tiny("ResNet")
+        self.backbone.reset_classifier(0)
+        self.first, self.second = nn.Linear(self.backbone.num_features, 10), nn.Linear(self.backbone.num_features, 10)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.pretrained_cfg = {"input_size": (3, 32, 32)}
+        self.logits_of_heads = logits_of_heads
+
+    def forward(self, images):
+        features = self.backbone(images)
+        return self.logits_of_heads(self, self.first(features), self.second(features[:, None])[:, 0])
+
+
+LINEAR = {
+    "mean": lambda m, a, b: (a + b) / 2,
+    "weighted": lambda m, a, b: m.scale * a - 3 * b,
+    "temperature": lambda m, a, b: a / 1.7,
+    "auxiliary": lambda m, a, b: b,
+}
+NOT_LINEAR = {
+    "log-softmax": lambda m, a, b: a.log_softmax(-1),
+    "softmax": lambda m, a, b: a.softmax(-1),
+    "rectified": lambda m, a, b: a.relu(),
+    "capped": lambda m, a, b: 30 * (a / 30).tanh(),
+    "of length 1": lambda m, a, b: a / a.norm(dim=-1, keepdim=True),
+    "product": lambda m, a, b: a * b,
+    "largest": lambda m, a, b: torch.maximum(a, b),
+}
+
+
+@pytest.mark.parametrize("kind", LINEAR)
+def test_a_sum_of_heads_is_a_head_on_all_features(kind):
+    model, images = Own(LINEAR[kind]).eval(), torch.randn(4, 3, 32, 32)
+    seen = view_of(model)
+    with torch.no_grad():
+        features, out = seen.features(images)
+        assert torch.equal(out, model(images)) and features.shape == (4, seen.feature_width)
+        torch.testing.assert_close(seen.classify(features), out)
+        expected = seen.classify(features - features.mean(0))
+        weight = seen.head_weight()
+    torch.testing.assert_close(out - features.mean(0) @ weight.T, expected)
+    adapter = acclimate.adapt(model, "neo")
+    torch.testing.assert_close(adapter(images), expected)
+    adapter.unwrap()
+    adapter = acclimate.adapt(model, "source", recentre="mean")
+    torch.testing.assert_close(adapter(images), expected)
+    adapter.unwrap()
+    adapter = acclimate.adapt(model, "keel", margin=9.0)
+    adapter(images)
+    assert adapter.record.drift > 0
+
+
+@pytest.mark.parametrize("kind", NOT_LINEAR)
+def test_another_function_of_heads_is_no_head(kind):
+    model = Own(NOT_LINEAR[kind]).eval()
+    assert "features" not in view_of(model).parts
+    with pytest.raises(ModelError, match="neo needs a linear head, whose input are the features"):
+        acclimate.adapt(model, "neo")
+
+
+@pytest.mark.parametrize("side", [48, 160, 448])
+def test_an_unusual_size_is_found(side):
+    model = nn.Sequential(nn.Conv2d(3, 4, 16, 16), nn.Flatten(), nn.Linear(4 * (side // 16) ** 2, 5))
+    assert view_of(model).usual_size == (side, side)
+    assert acclimate.adapt(model, "t3a")(torch.randn(2, 3, side, side)).shape == (2, 5)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+def test_modules_that_cannot_be_seen_are_refused():
+    class KeywordOnly(nn.Module):
+        def forward(self, *, pixel_values):
+            return pixel_values.mean((2, 3))
+
+    lazy = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LazyLinear(10))
+    for model, why in (
+        (
+            torch.jit.trace(tiny("ResNet"), torch.randn(2, 3, 32, 32)),
+            r"torch\.jit has compiled it.*module that it was made from",
+        ),
+        (torch.jit.script(nn.Sequential(nn.Flatten(), nn.Linear(12, 2))), r"torch\.jit has compiled it"),
+        (lazy, "its lazy layers have no weights yet. Pass a batch through it first"),
+        (KeywordOnly(), r"did not take a batch of images as its only argument.*Wrap it in a module"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            acclimate.adapt(model, "source")
+
+
+def test_a_graph_of_torch_fx_adapts_as_its_module():
+    images = torch.randn(4, 3, 32, 32)
+    for method in ("source", "tent"):
+        ours, theirs = (acclimate.adapt(m, method) for m in (torch.fx.symbolic_trace(tiny("ResNet")), tiny("ResNet")))
+        for _ in range(2):
+            torch.testing.assert_close(ours(images), theirs(images))
 
 
 def test_a_model_that_says_what_it_takes():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import timm
 import torch
@@ -9,7 +11,7 @@ from safetensors.torch import save_file
 
 from acclimate import cli
 from acclimate.data.preprocess import input_of
-from acclimate.errors import ConfigError, ModelError
+from acclimate.errors import ConfigError, ModelError, StateError
 from acclimate.models.families import view_of
 from acclimate.models.loading import create_timm, load_model
 from acclimate.testing.zoo import tiny
@@ -43,6 +45,17 @@ def test_a_folder_without_a_processor_does_not_say_how_images_are_normalised(tmp
     assert input_of(load_model(str(tmp_path)), mean=[0.5] * 3, std=[0.5] * 3).size == 32
 
 
+def test_a_model_of_timm_in_transformers_has_its_normalisation(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    told = {"input_size": [3, 64, 64], "mean": [0.1, 0.2, 0.3], "std": [0.4, 0.5, 0.6], "crop_pct": 0.9}
+    config = transformers.TimmWrapperConfig(architecture="test_resnet", num_labels=10)
+    transformers.TimmWrapperForImageClassification(config).save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**written, "pretrained_cfg": told}))
+    found = input_of(load_model(str(tmp_path)))
+    assert (found.size, found.mean, found.std, found.classes) == (64, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6), 10)
+
+
 def test_a_folder_that_holds_no_model_is_named(tmp_path):
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text("{}")
@@ -61,6 +74,35 @@ def test_the_head_has_as_many_classes_as_the_weights(name, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), trained.state_dict().values(), strict=True))
     other = create_timm(name, weights=tmp_path / "own.safetensors", num_classes=5)  # a new head, to be trained
     assert view_of(other).classes == 5
+
+
+@pytest.mark.parametrize("prefix", ["module.", "model."], ids=["DataParallel", "Lightning"])
+def test_weights_of_a_module_that_contains_the_model_are_taken(prefix, tmp_path):
+    trained = timm.create_model("test_resnet", num_classes=7)
+    weights = {prefix + key: value for key, value in trained.state_dict().items()}
+    torch.save({"state_dict": weights, "epoch": 3}, tmp_path / "own.ckpt")
+    model = load_model("test_resnet", weights=tmp_path / "own.ckpt")
+    assert view_of(model).classes == 7 and torch.equal(model.fc.weight, trained.fc.weight)
+
+
+def test_a_file_of_weights_is_no_model(tmp_path):
+    trained = timm.create_model("test_resnet")
+    torch.save(trained.state_dict(), tmp_path / "own.pth")
+    save_file(trained.state_dict(), tmp_path / "own.safetensors")
+    with pytest.raises(ConfigError, match=r"own\.pth is a file, and no name of a model.*--model NAME --weights FILE"):
+        load_model(str(tmp_path / "own.pth"))
+    with pytest.raises(StateError, match=r"not a state file of acclimate.*--model NAME --weights FILE"):
+        load_model(str(tmp_path / "own.safetensors"))
+    torch.save(trained, tmp_path / "whole.pth")
+    with pytest.raises(ModelError, match=r"cannot be read as weights.*torch\.save\(model\.state_dict"):
+        load_model("test_resnet", weights=tmp_path / "whole.pth")
+
+
+def test_a_backbone_without_a_trained_head_is_refused(tmp_path):
+    pytest.importorskip("transformers")
+    tiny("HF ViT").vit.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"has no weights for classifier\.bias, classifier\.weight of a ViTFor.*zero_shot"):
+        load_model(str(tmp_path))
 
 
 def test_weights_of_another_model_are_refused(tmp_path):

@@ -16,7 +16,7 @@ import acclimate
 from acclimate.errors import ConfigError, ModelError
 from acclimate.models.families import view_of
 from acclimate.models.surgery import TracedAttention
-from acclimate.testing.zoo import tiny
+from acclimate.testing.zoo import ZOO, tiny
 from support import assert_exact, double_batches, double_model
 
 pytestmark = pytest.mark.numerics
@@ -28,7 +28,15 @@ CONDITIONED = (
     "HF DINOv2 with registers",
     "HF BEiT",
     "HF CLIP",
+    "open_clip, zero-shot",
 )
+
+
+def families(*names):
+    return [
+        pytest.param(name, marks=pytest.mark.skipif(not ZOO[name].is_installed, reason="a library is not installed"))
+        for name in names
+    ]
 
 
 def hidden(model):
@@ -92,7 +100,7 @@ def test_the_added_key_has_no_rotary_position():
     assert_exact(attention(tokens, rope=rope), merged(attention, scores, v, extra[1]))
 
 
-@pytest.mark.parametrize("name", CONDITIONED)
+@pytest.mark.parametrize("name", families(*CONDITIONED))
 def test_conditioners_get_the_class_token_and_act(name):
     model, images = tiny(name).double(), double_batches(1)[0]
     heads = view_of(model).attentions[0].heads
@@ -115,7 +123,7 @@ def test_conditioners_get_the_class_token_and_act(name):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("name", ["SigLIP, attention pooling", "SigLIP, mean pooling", "HF SigLIP", "ViT, DeiT"])
+@pytest.mark.parametrize("name", families("SigLIP, attention pooling", "SigLIP, mean pooling", "HF SigLIP", "ViT, DeiT"))
 def test_the_mean_patch_token_serves_models_without_a_class_token(name):
     model, images = tiny(name), torch.randn(4, 3, 32, 32)
     if name != "ViT, DeiT":
@@ -133,6 +141,53 @@ def test_the_mean_patch_token_serves_models_without_a_class_token(name):
     assert adapter.record.drift > 0
     with pytest.raises(ConfigError, match="token='last': choose"):
         acclimate.adapt(tiny(name), "dct", token="last")
+
+
+class Encoder(nn.Module):
+    """A ViT of layers of torch, which skips its attention modules when it passes images without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.cls_token = nn.Conv2d(3, 32, 8, 8), nn.Parameter(torch.randn(1, 1, 32))
+        layers = [nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3)]
+        self.layers, self.fc = nn.Sequential(*layers), nn.Linear(32, 5)
+
+    def forward(self, images):
+        patches = self.patches(images).flatten(2).mT
+        return self.fc(self.layers(torch.cat([self.cls_token.expand(len(images), -1, -1), patches], dim=1))[:, 0])
+
+
+def test_attention_that_torch_skips_is_not_offered():
+    with pytest.raises(ModelError, match="dct needs self-attention over all tokens of an image"):
+        acclimate.adapt(Encoder(), "dct")
+
+
+class Windows(nn.Module):
+    """Attention of single pixels' rows: in windows of them, or of all."""
+
+    def __init__(self, windows):
+        super().__init__()
+        self.windows, self.norm1, self.norm2 = windows, nn.LayerNorm(8), nn.LayerNorm(8)
+
+    def forward(self, tokens):
+        x = self.norm2(self.norm1(tokens)).reshape(len(tokens) * self.windows, 1, -1, 8)
+        return F.scaled_dot_product_attention(x, x, x).reshape(tokens.shape)
+
+
+@pytest.mark.parametrize(("windows", "found"), [((1, 1), True), ((4, 4, 1, 1), False), ((4, 4), False)])
+def test_attention_in_windows_is_not_offered(windows, found):
+    layers = nn.Sequential(*map(Windows, windows))
+    model = nn.Sequential(nn.Conv2d(3, 8, 8, 8), nn.Flatten(2), Transposed(), layers, nn.Flatten(), nn.Linear(128, 5))
+    model.pretrained_cfg = {"input_size": (3, 32, 32)}
+    assert ("attention" in view_of(model).parts) == found
+    # in a model of stages of several modules, as many calls may see all tokens as there are stages
+    model[3] = nn.Sequential(*(nn.Sequential(*map(Windows, windows[i::2])) for i in range(2)))
+    assert ("attention" in view_of(model).parts) == found
+
+
+class Transposed(nn.Module):
+    def forward(self, tokens):
+        return tokens.mT
 
 
 def test_copies_have_attention_of_their_own():

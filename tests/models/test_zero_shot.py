@@ -89,9 +89,11 @@ def test_a_model_of_open_clip():
         features, words, scale = clip(images, tokens)[:3]
     model = acclimate.zero_shot(clip, NAMES, tokenizer=lambda texts: ids(texts, 16))
     torch.testing.assert_close(model(images), scale * features @ words.T)
-    adapter = acclimate.adapt(model, "tent")
-    adapter(images)
-    assert adapter.record.drift > 0
+    for method in ("tent", "keel", "dct"):
+        adapter = acclimate.adapt(model, method, **({} if method == "tent" else {"margin": 9.0}))
+        adapter(images)
+        assert adapter.record.drift > 0
+        adapter.unwrap()
 
 
 def test_bad_arguments_are_named(both_towers):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from acclimate.data import bundled
 from acclimate.errors import InputError
@@ -42,6 +43,7 @@ def test_a_shift_harms_the_source_model_and_adaptation_helps():
         demo.set({"rain": 1})
     with pytest.raises(InputError, match="from 0 to 5"):
         demo.set({"fog": 6})
+    assert len(service.recent) == 4 and all(recent.truth is not None for recent in service.recent)
     assert demo.state()["weather"] == {"fog": 0, "frost": 5, "noise": 0}
 
 
@@ -99,8 +101,12 @@ def test_the_page_updates_and_a_slider_changes_the_curves(address, browser, tmp_
     assert re.match(r"[\d.]+,[\d.]+ ", find("#curves .line.adapted").get_attribute("points"))
     assert "right on" in find("#curves-text").get_attribute("textContent")
     until(lambda _: browser.find_elements(By.CSS_SELECTOR, "#recent li img"))
+    assert re.search("source: .* [✓✗]\nadapted: .* [✓✗]", find("#recent li").text), "the right one is not marked"
     find("article [data-action=freeze]").click()
     until(lambda _: "(frozen)" in find("article h3").text)
+    Image.fromarray(bundled.images().pixels[0]).save(tmp_path / "boot.png")
+    find("#file").send_keys(os.fspath(tmp_path / "boot.png"))
+    until(lambda _: re.fullmatch(rf"({'|'.join(bundled.CLASSES)}) \(\d+ %\)", find("#answer").text))
     (tmp_path / "wrong.png").write_bytes(b"no image")
     find("#file").send_keys(os.fspath(tmp_path / "wrong.png"))
     until(lambda _: "cannot be read" in find("#answer").text)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import http.client
 import io
 import json
+import logging
 import os
+import random
 import re
 import shutil
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -23,7 +28,11 @@ import torch
 from PIL import Image
 
 import acclimate
-from support import child_environment
+from acclimate import cli
+from acclimate.serve.application import as_http
+from acclimate.serve.service import JsonLines, Refused
+from acclimate.serve.streams import TooManyStreams
+from support import child_environment, trials
 
 TOKEN = "a-token-of-this-test"
 WHERE = "/v2/models/bundled/infer"
@@ -32,11 +41,14 @@ WHERE = "/v2/models/bundled/infer"
 class Server:
     """A process of `acclimate serve`, and requests to it."""
 
-    def __init__(self, process: subprocess.Popen[str], port: int) -> None:
-        self.process, self.port = process, port
+    def __init__(self, process: subprocess.Popen[str], port: int, secure: ssl.SSLContext | None = None) -> None:
+        self.process, self.port, self.secure = process, port, secure
 
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, http.client.HTTPMessage]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        if self.secure is None:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        else:
+            connection = http.client.HTTPSConnection("127.0.0.1", self.port, timeout=60, context=self.secure)
         content = json.dumps(body).encode() if isinstance(body, (dict, list)) else body
         connection.request(method, path, content, {name.replace("_", "-"): value for name, value in headers.items()})
         answer = connection.getresponse()
@@ -63,7 +75,7 @@ class Server:
 
 
 @contextmanager
-def running(folder: Path, *arguments: str) -> Iterator[Server]:
+def running(folder: Path, *arguments: str, secure: ssl.SSLContext | None = None) -> Iterator[Server]:
     (folder / "token").write_text(TOKEN)
     command = [sys.executable, "-m", "acclimate", "serve", "--model", "bundled", "--method", "tent", "--port", "0"]
     command += ["--states", str(folder / "states"), "--auth-token-file", str(folder / "token"), *arguments]
@@ -74,7 +86,7 @@ def running(folder: Path, *arguments: str) -> Iterator[Server]:
         line = process.stdout.readline()
         found = re.search(r":(\d+)/", line)
         assert found, (line, (folder / "log").read_text())
-        server = Server(process, int(found[1]))
+        server = Server(process, int(found[1]), secure)
         assert server.ask("GET", "/v2/health/ready")[0] == 200
         yield server
     finally:
@@ -161,8 +173,10 @@ def test_curl(server, tmp_path):
 
 
 def test_wrong_requests_get_a_4xx_and_change_no_state(server, images):
+    token = {"Authorization": f"Bearer {TOKEN}"}
     server.infer(images, "careful")
     assert server.steps("careful", 1) == 1
+    before = server.ask("GET", "/streams/careful/state", **token)[1]
     bomb = io.BytesIO()
     Image.new("1", (30_000, 30_000)).save(bomb, "PNG")
     small = {"inputs": [{"name": "images", "datatype": "FP32", "shape": [1, 3, 5, 5], "data": [0.0] * 75}]}
@@ -173,14 +187,89 @@ def test_wrong_requests_get_a_4xx_and_change_no_state(server, images):
         (400, png()[:100], {"Content_Type": "image/png"}),
         (400, bomb.getvalue(), {"Content_Type": "image/png"}),
         (400, b"<svg/>", {"Content_Type": "image/svg+xml"}),
+        (400, {"inputs": [{"name": "images", "datatype": "FP32", "shape": [1] * 99, "data": [0.0]}]}, {}),
+        (400, {"inputs": [{**small["inputs"][0], "parameters": {"binary_data_size": "\ud800"}}]}, {}),
         (413, b"", {"Content_Length": str(2**40)}),
         (415, b"x", {"Content_Encoding": "gzip"}),
     ]
     for code, body, headers in asked:
         found, told, _ = server.ask("POST", f"{WHERE}?sequence_id=careful", body, **headers)
         assert found == code and isinstance(told["error"], str), (code, found, told)
+    files = [base64.b64encode(file).decode() for file in (png(), b"no image")]
+    two = {"inputs": [{"name": "images", "datatype": "BYTES", "shape": [2], "data": files}]}
+    code, told, _ = server.ask("POST", WHERE, {**two, "parameters": {"sequence_id": "careful"}})
+    assert code == 400 and told["error"].startswith("File 2 of 2: the image cannot be read")
     assert server.steps("careful", 1) == 1
+    assert server.ask("GET", "/streams/careful/state", **token)[1] == before
     assert server.ask("GET", WHERE)[0] == 405
+    assert 'code="500"' not in server.ask("GET", "/metrics")[1].decode()
+
+
+def test_malformed_requests_get_a_400_and_change_no_state(server, images):
+    """ACCLIMATE_FUZZ=34 sends ten thousand."""
+    token, rng = {"Authorization": f"Bearer {TOKEN}"}, random.Random(0)
+    server.infer(images, "calm")
+    assert server.steps("calm", 1) == 1
+    before = server.ask("GET", "/streams/calm/state", **token)[1]
+    values = [None, True, -1, 2**70, 10**4200, float("nan"), "x", "\ud800", [], [[]], {"a": []}, ["a", 1], [1] * 99]
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    for _ in range(trials(300)):
+        only = {"name": "images", "datatype": "FP32", "shape": [1, 3, 2, 2], "data": [0.0] * 12}  # too small for the model
+        request = {"inputs": [only], "outputs": [{"name": "class"}], "parameters": {"sequence_id": "calm"}}
+        where = rng.choice([request, only])
+        where[rng.choice([*where])] = rng.choice(values)
+        content = rng.randbytes(rng.choice([0, 47, 48]))
+        only.update(rng.choice([{}, {"parameters": {"binary_data_size": len(content)}}]))
+        text = json.dumps(request).encode()
+        body, kind = rng.choice([(text + content, "application/json"), (png()[: rng.randrange(60)], "image/png")])
+        headers = {"Content-Type": kind, "Inference-Header-Content-Length": rng.choice([str(len(text)), "-1", "9" * 5000])}
+        connection.request("POST", f"{WHERE}?sequence_id=calm", body, headers)
+        answer = connection.getresponse()
+        assert answer.status == 400 and isinstance(json.loads(answer.read())["error"], str), (body[:500], headers)
+    connection.close()
+    assert server.ask("GET", "/streams/calm/state", **token)[1] == before
+
+
+def test_clients_that_leave_harm_nobody(server, images):
+    only = {"name": "images", "datatype": "FP32", "shape": list(images.shape), "data": images.ravel().tolist()}
+    body = json.dumps({"inputs": [only], "parameters": {"sequence_id": "gone"}}).encode()
+    start = f"POST {WHERE} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    for sent in (start, start + body[:-1], start + body) * 5:
+        with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+            connection.sendall(sent)
+    assert server.infer(images, "patient")["learned"] and server.steps("patient", 1) == 1
+    assert 'code="500"' not in server.ask("GET", "/metrics")[1].decode()
+
+
+def test_a_photograph_is_turned_upright(server):
+    pixels = Image.fromarray(acclimate.bundled.images().pixels[0]).resize((280, 280))
+    turned, labels = Image.Exif(), []
+    turned[0x0112] = 6  # the camera was turned: rotate by 90 degrees clockwise to show it
+    for image, exif in ((pixels, None), (pixels.rotate(90), turned)):
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=95, **({} if exif is None else {"exif": exif}))
+        told = server.ask("POST", f"{WHERE}?sequence_id=photo", file.getvalue(), Content_Type="image/jpeg")[1]
+        labels.append(told["outputs"][2]["data"])
+    assert labels == [["ankle boot"]] * 2
+
+
+def test_an_address_in_use_is_named(server, capfd):
+    for command in (["serve", "--model", "bundled"], ["demo"]):
+        assert cli.main([*command, "--port", str(server.port)]) == 2
+        assert f"--port {server.port} cannot be used: Address already in use." in capfd.readouterr().err
+
+
+def test_the_log_has_one_json_object_in_a_line():
+    form, told = JsonLines(), logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "two\nlines", (), None)
+    assert json.loads(form.format(told))["told"] == "two\nlines" and "\n" not in form.format(told)
+    try:
+        raise ValueError("reason")
+    except ValueError:
+        failed = logging.LogRecord("asyncio", logging.ERROR, "", 0, "failed", (), sys.exc_info())
+    assert json.loads(form.format(failed)) | {"time": 0, "told": ""} == {
+        "time": 0, "message": "error", "from": "asyncio", "told": "", "error": "ValueError",
+    }  # fmt: skip
+    assert form.format(logging.LogRecord("acclimate.serve", logging.INFO, "", 0, '{"a": 1}', (), None)) == '{"a": 1}'
 
 
 def test_streams_are_changed_with_the_token_alone(server, images):
@@ -201,6 +290,27 @@ def test_streams_are_changed_with_the_token_alone(server, images):
     assert server.ask("POST", f"{here}/freeze", **token)[0] == 200
     assert server.infer(images, "admin/ü 1")["reason"] == "frozen"
     assert server.ask("DELETE", f"{here}/state", **token)[0] == 200 and server.ask("GET", f"{here}/state", **token)[0] == 404
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl on this machine")
+def test_https_and_a_page_without_images(server, images, tmp_path):
+    server.infer(images, "shown")
+    assert server.ask("GET", "/streams")[1]["recent"], "a server on this machine alone shows images"
+    key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-addext"]
+    subprocess.run(
+        [*made, "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate], check=True, capture_output=True
+    )
+    secure = ssl.create_default_context(cafile=certificate)
+    with running(tmp_path, "--ssl-certfile", certificate, "--ssl-keyfile", key, "--no-images", secure=secure) as other:
+        other.infer(images, "private")
+        assert other.steps("private", 1) == 1 and other.ask("GET", "/streams")[1]["recent"] == []
+
+
+def test_a_refusal_says_when_to_try_again():
+    refused = as_http(Refused(429, "8 images are waiting already."))
+    assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
+    assert as_http(TooManyStreams("There are 2 streams already.")).headers["Retry-After"] == "60"
 
 
 def test_a_killed_server_continues_from_a_whole_state(tmp_path, images):

@@ -13,7 +13,7 @@ import torch
 
 import acclimate
 from acclimate.core.adapter import Adapter
-from acclimate.errors import StateError
+from acclimate.errors import InputError, StateError
 from acclimate.models.families import Sizes
 from acclimate.serve.service import UNNAMED, Job, Refused, Service
 from acclimate.serve.streams import Streams, TooManyStreams
@@ -73,10 +73,33 @@ def test_a_write_that_fails_is_repeated(tmp_path):
     streams.close()
 
 
+def test_streams_go_on_while_states_cannot_be_written(tmp_path):
+    folder = tmp_path / "states"
+    streams = Streams(adapter(), folder, resident=1)
+    folder.rename(tmp_path / "gone")
+    for name, images in zip("aba", tiny_batches(3)):
+        learn(streams, name, images)
+    assert streams.adapter.steps == 2, "it has lost its state"
+    assert streams.failures and len(streams.known) == 2
+    (tmp_path / "gone").rename(folder)
+    learn(streams, "b", tiny_batches(1)[0])
+    assert {*streams.known} == {"b"} and (folder / "a.safetensors").exists()
+    streams.close()
+
+
+def test_a_state_that_cannot_be_written_at_the_end_does_not_keep_others_from_it(tmp_path):
+    streams = Streams(adapter(), tmp_path)
+    learn(streams, "a", tiny_batches(1)[0]), learn(streams, "b", tiny_batches(1)[0])
+    (tmp_path / "a.safetensors").mkdir()
+    errors = streams.close()
+    assert [str(error) for error in errors if "a.safetensors" in str(error)] and len(errors) == 1
+    assert (tmp_path / "b.safetensors").is_file()
+
+
 def test_a_damaged_file_is_refused_and_the_others_go_on(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(b"broken")
     streams = Streams(adapter(), tmp_path)
-    with pytest.raises(StateError):
+    with pytest.raises(StateError, match="^The file of the stream 'a' is not a state file"):
         streams.get("a")
     assert streams.get("b").name == "b" and "a" not in streams.known
     streams.remove("a")
@@ -257,6 +280,26 @@ def test_a_full_queue_refuses_and_a_busy_one_only_predicts():
     assert refused.value.code == 503
 
 
+def test_a_batch_that_the_queue_can_never_hold_is_wrong():
+    held = Held(queue=8)
+    with pytest.raises(InputError, match="9 images, and the queue of this server holds 8"):
+        held.submit(job("a", 9))
+    held.go()
+    held.service.close()
+
+
+def test_a_caller_that_has_left_costs_nothing():
+    held = Held()
+    gone, (other, last) = job("a"), (job("b"), job("a"))
+    held.submit(gone, other, last)
+    control = held.service.control(lambda: None)
+    assert gone.reply.cancel() and control.cancel()
+    held.go()
+    assert last.reply.result(30)[1] == other.reply.result(30)[1] == {"learned": True}
+    assert held.service.is_alive and held.service.streams.known["a"].images == len(last.images)
+    held.service.close()
+
+
 def test_a_request_that_waited_for_too_long_is_refused():
     held = Held(timeout=0.05)
     (late,) = held.submit(job("a"))
@@ -298,6 +341,13 @@ def test_unnamed_requests_may_be_only_predicted():
         service.submit(each)
         assert each.reply.result(30)[1] == {"learned": False, "reason": "unnamed"}
     assert int(service.control(lambda: service.adapter.steps).result(30)) == 0
+    learned = adapter(reply="last")
+    learned(tiny_batches(1)[0])
+    service.control(lambda: service.adapter.load_state_dict(learned.state_dict())).result(30)  # as from an older file
+    each = Job(UNNAMED, tiny_batches(1)[0])
+    service.submit(each)
+    with torch.no_grad():
+        assert torch.allclose(each.reply.result(30)[0], tiny_model(sizes=SMALL)(tiny_batches(1)[0]), atol=1e-5)
     assert [recent.source == recent.adapted for recent in service.recent] == [True]  # one image a second
     service.close()
 

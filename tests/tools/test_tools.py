@@ -148,10 +148,10 @@ def test_the_comparison_puts_its_tables_between_its_marks(tmp_path, monkeypatch)
     assert sorted(spec["config"]["window"] or 0 for spec in specs) == [0, 0, 16, 16]
 
 
-def test_the_readme_gets_the_output_of_the_bench_and_the_picture(tmp_path, monkeypatch, capsys):
+def test_the_page_gets_the_output_of_the_bench_and_the_readme_its_picture(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.syspath_prepend(TOOLS)
-    page = tmp_path / "README.md"
+    page = tmp_path / "bench.md"
     page.write_text("<!-- output of the bench -->\nearlier\n<!-- end of output of the bench -->\nMore.\n")
     script, where = tool("refresh_readme"), ["--page", page, "--picture", tmp_path / "stream.png"]
     call(script, monkeypatch, "--images", 2, "--runs", tmp_path / "runs", *where)

@@ -150,5 +150,5 @@ FIGURE = FigureKind(
     position=60,
     draw=draw,
     draws=("cost",),
-    arguments=(Argument("corruption", "what the images suffer", NOISE), SEVERITY, SEED),
+    arguments=(Argument("corruption", "the corruption of the images", NOISE), SEVERITY, SEED),
 )

@@ -45,7 +45,7 @@ class Argument:
 
 
 METHOD = Argument("method", "what adapts", "dct")
-CORRUPTION = Argument("corruption", "what the images suffer", "defocus_blur")
+CORRUPTION = Argument("corruption", "the corruption of the images", "defocus_blur")
 CORRUPTIONS = Argument("corruptions", "which, separated by commas", FIVE, list, "LIST")
 SEVERITY = Argument("severity", "of the corruption; default: 5", None, int, "1..5", (1, 5))
 SEED = Argument("seed", "of the order of the images and of the method", 0, int, "N", (0, 2**63 - 1))
@@ -61,7 +61,7 @@ class FigureKind:
         position: Its place among the figures.
         draw: Takes a `Subject` and the arguments as keywords, and returns what it has drawn.
         draws: The names of what it draws, in order.
-        arguments: Those that it has a use for.
+        arguments: Those that it uses.
         clean: Whether it compares with clean images.
         labels: Whether it needs to know the classes of the images.
     """

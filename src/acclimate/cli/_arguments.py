@@ -83,15 +83,15 @@ def add_selection(group: Group, *, images: str = "images of each domain; default
         "--corruptions",
         type=words,
         metavar="LIST",
-        help="default: clean and every second one, of the bundled images and of a folder; all 15 of ImageNet-C and CIFAR-C; "
-        "what is there of a tree of `acclimate corrupt`; clean: no corruption, one more domain of mixed and continual",
+        help="default: clean and every second one for the bundled images and a folder; all 15 for ImageNet-C and CIFAR-C; "
+        "all that are in a tree of `acclimate corrupt`. clean: no corruption, one more domain of mixed and continual",
     )
     group.add_argument(
         "--severities",
         "--severity",
         type=list_of(SEVERITY),
         metavar="LIST",
-        help="1 to 5; default: 5, and what is there of a tree of `acclimate corrupt`",
+        help="1 to 5; default: 5, or all that are in a tree of `acclimate corrupt`",
     )
     group.add_argument("--domains", type=words, metavar="LIST", help="domains of Office-Home (default: all), or of a folder")
     group.add_argument("--images", type=whole(1), metavar="N", help=images)
@@ -160,7 +160,7 @@ def open_given(given: argparse.Namespace, needed: Collection[str] | None = None)
 
 
 def make_folder_of(file: str) -> None:
-    """Make the folder of a file that will be written at the end, so that nothing is computed in vain."""
+    """Make the folder of a file that will be written at the end, so that a wrong path is found at once."""
     os.makedirs(os.path.dirname(os.path.abspath(file)), exist_ok=True)
 
 

@@ -27,13 +27,19 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise an error instead of printing all arguments."""
-        raise ConfigError(f"{message.rstrip('.')}. `{self.prog} --help` lists the arguments.")
+        end = "" if message.endswith((".", "?")) else "."
+        raise ConfigError(f"{message}{end} `{self.prog} --help` lists the arguments.")
+
+    def completed(self) -> Parser:
+        """Return this parser with all of its arguments."""
+        complete, self.complete = self.complete, None
+        if complete is not None:
+            complete()
+        return self
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse the arguments, and refuse an unknown one here, where the similar ones are known."""
-        if self.complete is not None:
-            complete, self.complete = self.complete, None
-            complete()
+        self.completed()
         given, unknown = super().parse_known_args(args, namespace)
         if unknown:
             word = unknown[0].partition("=")[0]

@@ -51,7 +51,7 @@ def reported() -> Iterator[Outcome]:
                 sys.stdout.flush()  # here, where an error can be told; the interpreter would only complain
     except KeyboardInterrupt:
         outcome.code = INTERRUPTED
-        _say("\nacclimate: interrupted. What was finished is kept; the same command goes on from there.")
+        _say("\nacclimate: interrupted. Finished work is kept, and the same command continues from there.")
     except BrokenPipeError:
         outcome.code = PIPE_CLOSED
         _leave_output()

@@ -37,7 +37,7 @@ examples:
                                                       the same as without arguments, on your photographs: <class>/*.jpg
   acclimate bench --data folder --root photos/ --corruptions clean,fog,snow --severities 3 --model art.safetensors
   acclimate bench --data folder --root photos/ --labels labels.csv --model NAME
-                                                      photographs in one folder, their classes in a table
+                                                      photographs in one folder, with their classes in a table
   acclimate bench --data folder --root street/ --domains day,night --settings continual --model NAME
                                                       domains of your own: street/day/<class>/*.jpg, street/night/...
   acclimate bench --data folder --root photos-c/ --model NAME
@@ -49,8 +49,8 @@ examples:
   acclimate bench ... --on ray                        tasks on a Ray cluster (RAY_ADDRESS), or on a local one
   acclimate bench ... --shard 3/10                    the third of ten parts, for any other scheduler
 
-Interrupted, by Ctrl-C or kill -9, the same command goes on in mid-stream and ends with the same results to the last bit.
-Finished runs are kept in --out and not run again; `acclimate table runs/` makes tables of them.
+After Ctrl-C or kill -9, the same command continues in the middle of the stream. The results are the same to the last bit.
+Finished runs are kept in --out and are not repeated. `acclimate table runs/` makes tables of them.
 """
 RULE = "The shifts are every second of the 15 corruptions of ImageNet-C, in their usual order; --full runs all of them."
 NEXT = """\
@@ -128,7 +128,7 @@ def add(commands: Commands) -> None:
         "--guard",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="compare with the unadapted model and undo harm, which the papers' code does not",
+        help="compare with the unadapted model and undo harm, or not, as the papers' code",
     )
     how.add_argument(
         "--harm",
@@ -147,7 +147,7 @@ def add(commands: Commands) -> None:
         "--realtime",
         type=number(TINY),
         metavar="RATE",
-        help="let RATE images arrive each second: a late method skips updates or loses images. Runs here, and keeps nothing",
+        help="let RATE images arrive each second: a late method skips updates or loses images. Nothing is stored",
     )
 
     where = bench.add_argument_group("where")
@@ -156,7 +156,7 @@ def add(commands: Commands) -> None:
         "--threads",
         type=whole(1, MOST_PROCESSES),
         metavar="N",
-        help="of each process, on a CPU; decides how sums are rounded",
+        help="threads of each process on a CPU; they decide how sums are rounded",
     )
     add_workers(where)
     where.add_argument(
@@ -168,13 +168,13 @@ def add(commands: Commands) -> None:
     )
     where.add_argument("--on", choices=["ray"], help="run on a Ray cluster (pip install 'acclimate[ray]')")
     where.add_argument(
-        "--gpus", type=number(0, MOST_PROCESSES), metavar="N", help="of each run on Ray; default: 1 if there is one"
+        "--gpus", type=number(0, MOST_PROCESSES), metavar="N", help="GPUs of each run on Ray; default: 1 if there is one"
     )
     where.add_argument("--shard", type=_shard, default="1/1", metavar="I/N", help="only the I-th of N parts of the grid")
     where.add_argument(
         "--out", type=output_folder, default="runs", metavar="DIR", help="where runs are kept; default: %(default)s"
     )
-    where.add_argument("--fresh", action="store_true", help="run again what was run before")
+    where.add_argument("--fresh", action="store_true", help="repeat runs that are stored already")
     bench.set_defaults(run=_bench)
 
 

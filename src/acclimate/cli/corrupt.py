@@ -15,9 +15,9 @@ examples:
   acclimate corrupt photos/ out/ --corruptions fog,snow             five severities of each
   acclimate corrupt val/ imagenet-c/ --imagenet-c                 all 15 corruptions of 224 x 224 crops, like ImageNet-C
   acclimate bench --data folder --root out/ --model NAME          methods on what was written
-  acclimate corrupt --sheet sheet.png photo.jpg                   one image under everything, on one page
+  acclimate corrupt --sheet sheet.png photo.jpg                   one image under all corruptions, on one page
 
-An interrupted run is taken up by giving the same command again.
+To continue an interrupted run, give the same command again.
 """
 
 
@@ -85,7 +85,7 @@ def _corrupt(given: argparse.Namespace) -> None:
     resize_crop = IMAGENET_C if given.imagenet_c else None
     if given.sheet:
         if given.target or given.corruptions or given.severities != ALL:
-            raise ConfigError("--sheet shows one image under everything: acclimate corrupt --sheet FILE IMAGE.")
+            raise ConfigError("--sheet shows one image under all corruptions: acclimate corrupt --sheet FILE IMAGE.")
         from ..data.sheet import contact_sheet
 
         page = contact_sheet(read_image(given.source, resize_crop), seed=given.seed, constants=constants, frost=given.frost)

@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
         commands,
         "data",
         help="list the known data sets, or check one on disk",
-        description="List the known data sets and how they lie on disk, or check one that is there.",
+        description="List the known data sets and their layouts, or check a copy on disk.",
         epilog=EPILOG,
     )
     parts = data.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -32,8 +32,8 @@ def add(commands: Commands) -> None:
 
     check = parts.add_parser(
         "check",
-        help="say what is there of a data set, and what is wrong with it",
-        description="Say what is there of a data set, and what is wrong with it. Fails if it cannot be used as it is.",
+        help="say what a data set contains, and what is missing or wrong",
+        description="Say what a data set contains, and what is missing or wrong. Fails if it cannot be used as it is.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -14,9 +14,9 @@ examples:
   acclimate bench --data imagenet-c --root imagenet-c/ --methods dda:generated=generated --model NAME
                                           DDA: each image together with the generated one
   acclimate bench --data imagenet-c --root imagenet-c/ --methods dda:denoiser=256x256_diffusion_uncond.pt --model NAME
-                                          the same, where images are generated on the way, at every run anew
+                                          the same, but each run generates its images
 
-An interrupted run is taken up by giving the same command again.
+To continue an interrupted run, give the same command again.
 """
 
 
@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
         commands,
         "dda",
         help="regenerate a folder of images with a diffusion model",
-        description="Write, for every image below a folder, what a diffusion model makes of it as in DDA, in a tree of "
+        description="Regenerate every image below a folder with a diffusion model, as in DDA, and write a tree of "
         "the same shape.",
         epilog=EPILOG,
     )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from ._arguments import Commands, new_command
-from .serve import add_network, require_packages, run_server
+from .serve import add_network, one_method, require_packages, run_server
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 POSITION = 5
 EPILOG = """\
@@ -34,6 +38,11 @@ def add(commands: Commands) -> None:
 
 def _demo(given: argparse.Namespace) -> None:
     require_packages()
+    run_server(lambda: _open(given.method), given, opens=given.open)
+
+
+def _open(chosen: str) -> FastAPI:
+    """Return the application of the demonstration, whose stream has started."""
     from ..data import bundled
     from ..serve.application import Served, application
     from ..serve.demo import Demo, add_demo
@@ -41,11 +50,12 @@ def _demo(given: argparse.Namespace) -> None:
     from ..serve.service import Service
     from ..serve.streams import Streams
 
-    options = bundled.options(32).get(given.method, {})
-    adapter, preprocess, labels = open_adapter("bundled", given.method, options, device="cpu")
-    service = Service(Streams(adapter))
+    method, options = one_method(chosen)
+    options = {**bundled.options(32).get(method, {}), **options}
+    adapter, preprocess, labels = open_adapter("bundled", method, options, device="cpu")
+    service = Service(Streams(adapter), show=False)  # the demonstration shows its own images
     app = application(service, Served("bundled", preprocess, labels, open_admin=True))
     demo = Demo(service, bundled.model())
     add_demo(app, demo)
     demo.start()
-    run_server(app, given, opens=given.open)
+    return app

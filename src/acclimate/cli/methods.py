@@ -47,29 +47,41 @@ def _fitting(name: str) -> None:
         print(f"{method} needs {' and '.join(missing)}.")
 
 
+def describe(name: str) -> dict[str, str]:
+    """Return what a method with its default options adapts, needs, costs and remembers, and its paper, by heading."""
+    from ..core.registry import create_method, find_method
+    from ..core.statistics import KINDS
+
+    cls = find_method(name)
+    needs = [f"{KINDS[kind].what} ({kind})" for kind in cls.info.needs]
+    needs += ["augmentation"] if cls.info.augments else []
+    needs += ["a diffusion model"] if "denoiser" in cls.options() else []
+    windowed = "with window=" if "window" in cls.options() else "no"
+    forward, backward = create_method(name, {}).info.passes
+    return {
+        "adapts": cls.info.adapts,
+        "beyond the batch": ", ".join(needs) or "nothing",
+        "one image": windowed if "batch_of_one" in cls.info.exceptions else "yes",
+        "passes": f"{forward} + {backward}" if backward else f"{forward}",
+        "remembers": cls.info.remembers,
+        "paper": cls.info.paper,
+    }
+
+
 def _list() -> None:
     from rich.table import Table
     from rich.text import Text
 
     from ..core.console import PlainConsole
-    from ..core.registry import create_method, find_method, list_methods
-    from ..core.statistics import KINDS
+    from ..core.registry import list_methods
 
+    rows = {name: describe(name) for name in list_methods()}
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method", no_wrap=True)
-    for column in ("adapts", "beyond the batch", "one image", "passes", "remembers", "paper"):
-        table.add_column(column)
-    for name in list_methods():
-        cls = find_method(name)
-        needs = [f"{KINDS[kind].what} ({kind})" for kind in cls.info.needs]
-        needs += ["augmentation"] if cls.info.augments else []
-        needs += ["a diffusion model"] if "denoiser" in cls.options() else []
-        windowed = "with window=" if "window" in cls.options() else "no"
-        alone = windowed if "batch_of_one" in cls.info.exceptions else "yes"
-        forward, backward = create_method(name, {}).info.passes
-        passes = f"{forward} + {backward}" if backward else f"{forward}"
-        about = (cls.info.adapts, ", ".join(needs) or "nothing", alone, passes, cls.info.remembers, cls.info.paper)
-        table.add_row(*map(Text, (name, *about)))
+    for heading in rows["source"]:
+        table.add_column(heading)
+    for name, row in rows.items():
+        table.add_row(*map(Text, (name, *row.values())))
     console = PlainConsole()
     console.print(table)
     console.print(

@@ -17,7 +17,7 @@ POSITION = 60
 EPILOG = """\
 examples:
   acclimate paper                                          every table and figure: its data, model, cost and command
-  acclimate paper table-normal --root /data/ImageNet-C     run one; interrupted, the same command goes on
+  acclimate paper table-normal --root /data/ImageNet-C     run one; after an interruption, the same command continues
   acclimate paper table-normal --dry-run                   what would be run
   acclimate paper table-normal --scale small               try it on the bundled model and images
   acclimate paper --scale small                            try them all
@@ -123,8 +123,8 @@ def _list(console: Console) -> None:
         table.add_row(experiment.name, experiment.shows, experiment.data, f"{experiment.hours:.1f}")
     console.print(table)
     console.print(
-        "ViT-B/16 where nothing else is said. GPU hours are rough: the paper's running times on an RTX 3090, three seeds, "
-        "the methods that are here; one image at a time takes longer.",
+        "ViT-B/16 unless another model is named. GPU hours are rough: the paper's running times on an RTX 3090, for three "
+        "seeds and the methods that are here. One image at a time takes longer.",
         style="dim",
     )
     drawn = ", ".join(f"{name} (`acclimate analyze {command}`)" for name, command in ANALYSES.items())

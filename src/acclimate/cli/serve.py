@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ._arguments import Commands, add_device, add_model, new_command
 from ._parser import Parser, input_file, number, output_folder, whole
 
 if TYPE_CHECKING:
+    import socket
+
     from fastapi import FastAPI
 
     from ..serve.application import Served
@@ -130,9 +132,28 @@ def require_packages() -> None:
         raise ConfigError(f"{', '.join(missing)} is not installed: pip install 'acclimate[serve]'.")
 
 
-def run_server(app: FastAPI, given: argparse.Namespace, *, opens: bool = False, **options: Any) -> None:
-    """Serve an application until a signal ends it, and print where it listens. `opens` shows its page in the browser."""
-    import socket
+def one_method(text: str) -> tuple[str, Mapping[str, Any]]:
+    """Return the method that `--method` names, and its options."""
+    from ..errors import ConfigError
+    from ._arguments import methods
+
+    chosen = methods([text])
+    if len(chosen) != 1:
+        raise ConfigError(f"--method {text}: give one method.")
+    return chosen[0] if isinstance(chosen[0], tuple) else (chosen[0], {})
+
+
+def run_server(
+    opened: Callable[[], FastAPI], given: argparse.Namespace, *, opens: bool = False, **options: str | None
+) -> None:
+    """Serve an application until a signal ends it, and print where it listens.
+
+    Args:
+        opened: A function that opens the application. It is called when the address is known to be free.
+        given: The arguments, with an address.
+        opens: Whether the page is shown in the browser.
+        options: Options of uvicorn.
+    """
     import webbrowser
 
     import uvicorn
@@ -140,19 +161,60 @@ def run_server(app: FastAPI, given: argparse.Namespace, *, opens: bool = False, 
     from ..serve.service import show_log
 
     show_log()
-    family = socket.AF_INET6 if ":" in given.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((given.host, given.port))
+    listener = _bound(given.host, given.port)
+    app = opened()
     listener.listen(CONNECTIONS)
     scheme = "https" if options.get("ssl_certfile") else "http"
-    host = f"[{given.host}]" if family == socket.AF_INET6 else given.host
+    host = f"[{given.host}]" if ":" in given.host else given.host
     address = f"{scheme}://{host}:{listener.getsockname()[1]}/"
     print(f"Listening on {address}", flush=True)
     if opens:
         webbrowser.open(address)
-    config = uvicorn.Config(app, log_level="warning", access_log=False, limit_concurrency=CONNECTIONS, **options)
-    uvicorn.Server(config).run(sockets=[listener])
+    about: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False, **options}
+    uvicorn.Server(uvicorn.Config(app, limit_concurrency=CONNECTIONS, **about)).run(sockets=[listener])
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Return a socket that has an address of its own, but does not listen yet."""
+    import socket
+
+    from ..errors import ConfigError
+
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port} cannot be used: {error.strerror or error}.") from error
+    return listener
+
+
+def _token(file: str) -> str:
+    """Return the token in a file."""
+    from ..errors import ConfigError
+
+    with open(file, encoding="utf-8", errors="replace") as opened:
+        token = opened.read(4096).strip()
+    if len(token) < 16 or not token.isascii() or token.split() != [token]:
+        raise ConfigError(f"{file}: a token has 16 ASCII characters at least, and no spaces.")
+    return token
+
+
+def _require_certificate(certificate: str | None, key: str | None) -> None:
+    """Refuse files with which no HTTPS can be served."""
+    import ssl
+
+    from ..errors import ConfigError
+
+    if certificate is None:
+        if key is not None:
+            raise ConfigError("--ssl-keyfile needs --ssl-certfile.")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except ssl.SSLError as error:
+        where = certificate if key is None else f"{certificate}, {key}"
+        raise ConfigError(f"{where}: no certificate with its key in the PEM format ({error.reason or error}).") from error
 
 
 def _serve(given: argparse.Namespace) -> None:
@@ -161,21 +223,14 @@ def _serve(given: argparse.Namespace) -> None:
     from functools import partial
 
     from ..errors import ConfigError
-    from ._arguments import methods
 
     if given.model is None:
         raise ConfigError("--model is missing: give bundled, timm's name with its tag, or a file of train-source.")
-    token = None
-    if given.auth_token_file is not None:
-        with open(given.auth_token_file) as file:
-            token = file.read().strip()
-        if len(token) < 16 or not token.isascii() or token.split() != [token]:
-            raise ConfigError(f"{given.auth_token_file}: a token has 16 ASCII characters at least, and no spaces.")
-    chosen = methods([given.method])
-    if len(chosen) != 1:
-        raise ConfigError(f"--method {given.method}: give one method.")
-    method, options = chosen[0] if isinstance(chosen[0], tuple) else (chosen[0], {})
-    opened = partial(_open, given, method, options, token)
+    if given.name is not None and (not given.name.isprintable() or "/" in given.name or not given.name):
+        raise ConfigError(f"--name {given.name!r}: a name in paths has printable characters, and no slash.")
+    token = None if given.auth_token_file is None else _token(given.auth_token_file)
+    opened = partial(_open, given, *one_method(given.method), token)
+    _require_certificate(given.ssl_certfile, given.ssl_keyfile)
     secure = {"ssl_certfile": given.ssl_certfile, "ssl_keyfile": given.ssl_keyfile}
     if given.on == "ray":
         from ..serve.on_ray import Cluster, run_on_ray
@@ -188,7 +243,7 @@ def _serve(given: argparse.Namespace) -> None:
     else:
         from ..serve.application import application
 
-        run_server(application(*opened()), given, **secure)
+        run_server(lambda: application(*opened()), given, **secure)
 
 
 def _open(given: argparse.Namespace, method: str, options: Mapping[str, Any], token: str | None) -> tuple[Service, Served]:
@@ -197,9 +252,11 @@ def _open(given: argparse.Namespace, method: str, options: Mapping[str, Any], to
 
     from ..serve.application import Served
     from ..serve.opening import open_adapter
-    from ..serve.service import Service
+    from ..serve.service import Service, log
     from ..serve.streams import Streams
 
+    if given.states is None:
+        log("no folder for states: they are lost when a stream leaves the memory, and at the end (--states DIR)")
     adapter, preprocess, labels = open_adapter(
         given.model,
         method,

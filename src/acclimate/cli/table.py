@@ -53,7 +53,7 @@ def add_runs(parser: argparse.ArgumentParser) -> None:
         "--setting",
         type=words,
         metavar="LIST",
-        help="only these; where there are several, only a terminal shows them all",
+        help="only these; only a terminal shows several",
     )
     parser.add_argument("--severities", "--severity", type=list_of(SEVERITY), metavar="LIST", help="only these")
     parser.add_argument("--seeds", type=list_of(seed), metavar="LIST", help="only these")

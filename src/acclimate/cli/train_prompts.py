@@ -32,10 +32,10 @@ in Python:
   model = acclimate.adapt(model, "dept-g", source_statistics="prompts.safetensors")
 
 The losses and the schedule are those of the paper's source phase. Only prompts, classifier and DINO heads are trained, where
-the authors train the backbone as well. A tenth of every class is held out and scored, and decides nothing.
+the authors train the backbone as well. A tenth of every class is held out and scored. It does not influence the training.
 
-Interrupted, by Ctrl-C or kill -9, the same command goes on after the last whole epoch and ends with the same weights to the
-last bit, on the same machine with the same number of threads.
+After Ctrl-C or kill -9, the same command continues after the last complete epoch. On the same machine with the same number
+of threads it ends with the same weights to the last bit.
 """
 
 

@@ -19,10 +19,10 @@ The recipe is acclimate's own: papers on test-time adaptation do not say how the
 of a model from here is not that of their Source rows. It has not been tuned. All weights are trained: SGD with momentum 0.9,
 a head that starts at zero, a tenth of its learning rate for the rest, a short warm-up and a cosine down to zero, labels
 smoothed by 0.1, gradients clipped at norm 1, random crops and flips. A tenth of every class is held out and scored, and
-decides nothing: the weights are those at the end.
+does not influence the training: the weights are those at the end.
 
-Interrupted, by Ctrl-C or kill -9, the same command goes on after the last whole epoch and ends with the same weights to the
-last bit, on the same machine with the same number of threads.
+After Ctrl-C or kill -9, the same command continues after the last complete epoch. On the same machine with the same number
+of threads it ends with the same weights to the last bit.
 """
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError, ModelError, NonFiniteError
 from ..models.normalisation import Normalisation, unknown_normalisation
-from ..models.surgery import capture, remove_captures
+from ..models.surgery import remove_captures
 from ..models.view import ModelView, layer_without_gradient, require_gradient, samples_interact
 from .microbatches import MicroBatches, Rows
 from .parameters import AdaptedParameters
@@ -316,9 +316,9 @@ class Engine:
 
     def _with_features(self, passed: Callable[..., tuple[Tensor, ...]], part: Rows) -> tuple[Tensor, ...]:
         """Return the outputs of a pass, and then the features that entered the head."""
-        with capture([self.view.head], first=True) as seen:  # a pass may contain further ones, of other views
+        with self.view.capture_features(first=True) as features:  # a pass may contain further ones, of other views
             outputs = passed(*part)
-        return *outputs, _full(seen[self.view.head].inputs.detach().flatten(1))
+        return *outputs, _full(features().detach())
 
     # ---- a batch without gradients ----------------------------------------------------------------------------
 
@@ -539,9 +539,10 @@ class Engine:
                 "logits do not depend on what adapts. Choose a method that needs no gradient (source, t3a, lame)."
             )
         scaled = loss * self.loss_scale.to(loss.device)
-        new = torch.autograd.grad(scaled, self.adapted.tensors, materialize_grads=True)
+        # torch 2.4 fills in zeros that require a gradient themselves
+        new = [g.detach() for g in torch.autograd.grad(scaled, self.adapted.tensors, materialize_grads=True)]
         if total is None:
-            return list(new)
+            return new
         torch._foreach_add_(total, new)
         return total
 

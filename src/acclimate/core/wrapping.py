@@ -66,7 +66,8 @@ class WrappedModel:
     def claim(self, adapter: nn.Module) -> None:
         """Register that the model belongs to an adapter, so that neither can be wrapped again."""
         _WRAPPED.update((self.model, adapter))
-        self._refusal = self.model.register_load_state_dict_pre_hook(_refuse_weights)
+        # public since torch 2.5, under the name without the underscore
+        self._refusal = self.model._register_load_state_dict_pre_hook(_refuse_weights)
 
     @contextmanager
     def converting(self, fn: Callable[[Tensor], Tensor]) -> Iterator[None]:

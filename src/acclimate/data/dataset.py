@@ -40,7 +40,19 @@ class OwnDataset(Domain):
         given = getattr(dataset, "targets", None)
         if given is None or len(given) != len(dataset):
             given = [self._item(index)[1] for index in range(len(dataset))]
-        self.labels: Integers = np.asarray(torch.as_tensor(given), np.int64)
+        self.labels: Integers = self._whole(given)
+
+    def _whole(self, labels: Any) -> Integers:
+        """Return the labels as an array of whole numbers."""
+        try:
+            numbers = np.asarray(torch.as_tensor(labels))
+        except (TypeError, ValueError, RuntimeError):  # texts, None, or tensors of several numbers
+            numbers = np.zeros(0)
+        if numbers.shape != (len(labels),) or not np.array_equal(numbers, numbers.astype(np.int64)):
+            raise InputError(
+                f"{self.key}: its labels begin with {labels[0]!r}: give columns of the model's head, as whole numbers."
+            )
+        return numbers.astype(np.int64)
 
     def _item(self, index: int) -> tuple[Tensor, Any]:
         """Return an image and its label."""
@@ -71,17 +83,21 @@ class OwnDataset(Domain):
         return digest_json([images, digest_bytes(self.labels.tobytes()), self.key])
 
 
-def own_domains(data: object) -> list[Domain] | None:
-    """Return the domains of a dataset, of a loader, or of several of them by name; None for anything else.
+def own_domains(data: object) -> list[Domain]:
+    """Return the domains of a dataset, of a loader, or of several of them by name. A list of domains is returned as it is.
 
     Of a loader only the dataset is used: order and size of batches are those of the setting.
     """
     if isinstance(data, Mapping):
-        found = [own_domains(each) for each in data.values()]
-        if not data or any(each is None for each in found):
+        if not data or not all(isinstance(each, (Dataset, DataLoader)) for each in data.values()):
             raise InputError("Several domains are given as a dictionary of datasets or loaders of torch, by name.")
         return [OwnDataset(_dataset(each), str(name)) for name, each in data.items()]
-    return [OwnDataset(_dataset(data))] if isinstance(data, (Dataset, DataLoader)) else None
+    if isinstance(data, (Dataset, DataLoader)):
+        return [OwnDataset(_dataset(data))]
+    domains = list(data) if isinstance(data, (list, tuple)) else []
+    if not domains or not all(isinstance(each, Domain) for each in domains):
+        raise InputError(f"data= is a {type(data).__name__}: give a dataset or loader of torch, or the name of a data set.")
+    return domains
 
 
 def _dataset(data: Any) -> Any:

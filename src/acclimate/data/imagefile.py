@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ..errors import UnreadableError, printable, shorten_list
 
@@ -154,7 +154,7 @@ def open_image(path: AnyPath, stamp: tuple[int, int] | None = None) -> Iterator[
 
 
 def decode_image(content: bytes) -> Image.Image:
-    """Return the RGB image in the content of a file.
+    """Return the RGB image in the content of a file, upright if its EXIF data says how it was taken.
 
     Raises:
         UnreadableError: If it cannot be decoded, or has too many pixels.
@@ -162,7 +162,7 @@ def decode_image(content: bytes) -> Image.Image:
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             _require_usable(image)
-            return at_8_bits(image).convert("RGB")
+            return at_8_bits(ImageOps.exif_transpose(image)).convert("RGB")
     except Exception as error:  # as above
         raise UnreadableError(f"the image cannot be read ({_reason(error)})") from error
 

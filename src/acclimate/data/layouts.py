@@ -347,7 +347,7 @@ def with_domains(layout: Layout, domains: Sequence[str]) -> Layout:
 
 
 class Tree(NamedTuple):
-    """What is there of a tree like that of ImageNet-C, which `acclimate corrupt` writes."""
+    """A tree like that of ImageNet-C, which `acclimate corrupt` writes, as far as it is there."""
 
     corruptions: list[str]  # in their usual order
     severities: list[int]  # of any of the corruptions

@@ -39,7 +39,7 @@ def write_table(form: str, grid: Grid, title: str, paper: PublishedTable | None 
         paper: A published table that was fitted to the grid, whose rows are added beside ours.
     """
     if form == "terminal":
-        console = PlainConsole(file=io.StringIO(), width=WIDTH)
+        console = PlainConsole(file=io.StringIO(), width=WIDTH, force_jupyter=False)  # a notebook would display it
         console.print(terminal(grid, title, width=WIDTH))
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()

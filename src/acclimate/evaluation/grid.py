@@ -209,7 +209,7 @@ def _run_in_processes(payload: Payload, todo: list[int], view: ProgressView, job
             if crashes >= MAX_CRASHES:
                 raise AcclimateError(
                     f"{crashes} worker processes in a row were killed, or could not start, before any run was finished. "
-                    "Memory may be short: give fewer jobs. The same command goes on from where they were."
+                    "There may be too little memory: give fewer jobs. The same command continues from there."
                 ) from None
 
 

@@ -88,8 +88,9 @@ def compare(
     rate: float,
     *,
     seed: int = 0,
+    now: Callable[[], float] = time.perf_counter,
 ) -> list[Timed]:
-    """Return the means over streams of methods without and under real time."""
+    """Return the means over streams of methods without and under real time, by the clock `now`."""
     found = []
     for method, options in methods:
         rows = []
@@ -99,7 +100,7 @@ def compare(
             results = []
             for adapter, speed in zip(adapters, (math.inf, rate)):
                 batches = ((images.to(device), labels) for images, labels, _ in stream.since(0))
-                results.append(pass_by(adapter, batches, speed))
+                results.append(pass_by(adapter, batches, speed, now))
             (offline, *_), timed = results
             rows.append((offline, *timed))
         name = ":".join([method, *(f"{option}={value}" for option, value in options.items())])

@@ -85,10 +85,11 @@ class Results(Sequence[Outcome]):
         return self.table() if self._outcomes else "Results([])"
 
     def _repr_html_(self) -> str:
-        console = PlainConsole(file=io.StringIO(), record=True, width=WIDTH)
+        console = PlainConsole(file=io.StringIO(), record=True, width=WIDTH, force_jupyter=False)
         for grid in self.grids().values():
             console.print(terminal(grid, _title(grid), width=WIDTH))
-        return console.export_html(inline_styles=True, code_format="<pre style='line-height:1.2'>{code}</pre>")
+        style = "line-height:1.2; overflow-x:auto; color:#000; background:#fff"  # the colours of cells suit a light page
+        return console.export_html(inline_styles=True, code_format=f"<pre style='{style}'>{{code}}</pre>")
 
 
 def _title(grid: Grid) -> str:

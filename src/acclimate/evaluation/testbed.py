@@ -124,7 +124,7 @@ def open_testbed(
         chosen = selection or Selection()
         if chosen != Selection(images=chosen.images) or root is not None:
             raise ConfigError("The data is given as it is: only images= can choose a part of it.")
-        opened = data if isinstance(data, Data) else Data("custom", own_domains(data) or list(data), ())  # type: ignore[arg-type]
+        opened = data if isinstance(data, Data) else Data("custom", own_domains(data), ())
         opened = Data(**{**vars(opened), "domains": [chosen.sampled(domain) for domain in opened.domains]})
     statistics = source.statistics(needed) if source_statistics is None else opened_statistics(source_statistics)
     return Testbed(net, model_name or source.name, opened, lambda size: source.options(size, tuned), statistics)

@@ -28,6 +28,9 @@ class ActMAD(Tent):
     deviation. A stream of single images is refused. A single image at the end of another stream is predicted, and nothing is
     learned from it.
 
+        t_b: class token after block b;  mean and std are over the batch, and with index 0 those of the source
+        loss = weight (mean of |mean(t_b) - mean0_b| + mean of |std(t_b) - std0_b|),  each over all b and features
+
     The means and standard deviations of the source are those of clean images (12 batches in the comparison of SPA).
     `acclimate.source_statistics` computes them once: `acclimate.adapt(model, "actmad",
     source_statistics="stats.safetensors")`. They are kept in the state file. The method also needs a second forward pass.

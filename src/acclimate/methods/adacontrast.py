@@ -31,6 +31,11 @@ class AdaContrast(Method):
     from earlier features in a queue that have other labels. The mean prediction of the batch should be diverse; for a single
     image this raises the entropy of its prediction. The logits come from after the update.
 
+        y: label by vote;  z, q: logits and feature of the strong view;  k: feature of the other strong view
+        contrast = -ln(exp(q k / T) / (exp(q k / T) + sum over n of exp(q n / T))),  n: queue with other labels than y
+        m = mean of softmax(z) over the batch
+        loss = mean of (alpha cross-entropy(z, y) + beta contrast) + eta sum_c m_c ln m_c
+
     The paper makes several passes over the target data. This is the online form of later benchmarks: one pass, a constant
     learning rate for all layers, predicted labels until the bank has enough samples, and views without crops.
 

@@ -33,6 +33,10 @@ class CFA(Tent):
     source means of the same classes, averaged over the classes. The gradient is clipped. A batch of 1 has no central
     moments: all of them are 0.
 
+        h = tanh(normalised features);  m_1 = mean of h,  m_k = mean of (h - m_1)^k,  s_k: those of the source
+        u_c = mean of h over the samples that are predicted as c,  v_c: mean of class c in the source
+        loss = moment_weight sum_k |m_k - s_k| / 2^k + class_weight (mean over predicted c of |u_c - v_c| / 2)
+
     The moments and class means of the source are those of clean labelled images (the authors use the training set of
     ImageNet). `acclimate.source_statistics` computes them once: `acclimate.adapt(model, "cfa",
     source_statistics="stats.safetensors")`. They are kept in the state file. The method also needs a second forward pass.

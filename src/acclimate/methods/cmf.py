@@ -28,6 +28,12 @@ class CMF(ROID):
     The filter is similar to a Kalman filter. Its state is a hidden model, which is moved towards the source at each step.
     The adapted parameters are noisy observations of it, and after each step they are moved towards the hidden model.
 
+        w: parameters after a step on the loss of `roid`;  h: hidden model;  w0: source;  v: variance
+        h <- alpha h + (1 - alpha) w0,  v <- alpha^2 v + q
+        k = (1 - q) / (v + 1 - q)
+        h <- k h + (1 - k) w,  v <- k v
+        w <- gamma w + (1 - gamma) h
+
     The method needs what `ROID` needs, and memory for the norms of the hidden model.
 
     Args:

@@ -27,6 +27,11 @@ class CoTTA(Method):
     cross entropy between student and teacher, as in the authors' code for ImageNet. After every step, randomly chosen
     weights of the student return to their source values.
 
+        p: prediction of the student w,  t: prediction of the teacher w'
+        loss = mean of -1/2 sum_c (t_c ln p_c + p_c ln t_c)
+        w' <- teacher_momentum w' + (1 - teacher_momentum) w
+        each element of w <- its source value, with the probability `restore`
+
     The method needs the normalisation of the model, to augment pixels (`adapt(..., mean=, std=)`), and memory for the
     weights of the teacher.
 

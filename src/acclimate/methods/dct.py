@@ -80,6 +80,12 @@ class DCT(SAR):
     generators and norms of these blocks are learned by sharpness-aware minimisation of the entropy of reliable samples. In
     models with rotary positions or a relative position bias the appended key has no position (ours).
 
+        X: tokens after the first norm of a block;  x: the class token among them
+        (c_q, c_k, c_v) = G x + b
+        Q = [X W_q; c_q],  K = [X W_k; c_k],  V = [X W_v; c_v]
+        attention = softmax(Q K^T / sqrt(d)) V without its last row,  in each head of width d
+        G, b and the norms learn by the steps of `sar`
+
     Args:
         lr: Learning rate of the norms; by default 0.001 for a batch of 64, proportional to the batch size.
         lr_generator: Learning rate of the generators. The authors use 0.01 for ViT-B at any batch size, 0.003 on ImageNet-R,

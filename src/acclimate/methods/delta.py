@@ -26,6 +26,10 @@ class DELTA(Tent):
     the share of its predicted class in the predictions so far, and the weights of a batch sum up to its size. Therefore
     reweighting has no effect on a batch of 1. The method needs only the batch.
 
+        q: average prediction;  r = 1 / q_y,  where y is the predicted class of a sample
+        loss = sum of r H(z) over the batch / sum of r
+        q <- decay q + (1 - decay) mean of softmax(z) over the batch
+
     Args:
         lr: Learning rate; by default 0.00025 for a batch of 64, the authors' for ResNet-50, and proportional to the batch
             size. The same value for a ViT and the proportionality are ours.

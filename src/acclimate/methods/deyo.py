@@ -24,6 +24,11 @@ class DeYO(LeadingNorms):
     predicted class by this shuffle, the pseudo-label probability difference (PLPD), has to exceed a threshold. Samples with
     lower entropy and higher PLPD have more weight.
 
+        PLPD = p_y(x) - p_y(x'),  where y is the predicted class of x, and x' is x with shuffled patches
+        S = the samples with H(z) < margin and PLPD > threshold
+        weight = entropy_weight exp(weight_margin - H(z)) + plpd_weight exp(PLPD),  constant in the gradient
+        loss = mean of weight H(z) over S
+
     In addition to the batch, the method needs a second pass without gradients, of the certain samples with shuffled patches.
 
     Args:

@@ -24,6 +24,9 @@ class EATA(ETA):
     The importance of a parameter is its Fisher information on clean source images. `acclimate.source_statistics` computes it
     once: `acclimate.adapt(model, "eata", source_statistics="stats.safetensors")`. It is kept in the state file.
 
+        loss = loss of `eta` + fisher_weight sum_k F_k (w_k - w0_k)^2,  where w0 are the source parameters
+        F_k = mean over source batches of (gradient for w_k of the cross-entropy with the model's own predictions)^2
+
     Args:
         lr: Learning rate; by default 0.001 for a batch of 64, or 0.00025 if the norms are BatchNorm or GroupNorm,
             proportional to the batch size.

@@ -27,6 +27,11 @@ class ETA(Tent):
     of the predictions of the samples that the method has learned from. Of the remaining samples, those with lower entropy
     have more weight. If no sample remains, nothing changes, including the momentum. The method needs only the batch.
 
+        p = softmax(z),  H(z): entropy of p,  m: average prediction
+        S = the samples with H(z) < margin and |cos(m, p)| < redundancy
+        loss = mean of exp(margin - H(z)) H(z) over S,  with a constant weight in the gradient
+        m <- decay m + (1 - decay) mean of p over S
+
     Args:
         lr: Learning rate; by default 0.001 for a batch of 64, or 0.00025 if the norms are BatchNorm or GroupNorm,
             proportional to the batch size. The paper has only ResNet-50. Later papers use 0.001 for ViT-B.

@@ -31,6 +31,11 @@ class FOA(Method):
     the mean of the source minus a moving average of the mean over all candidates on earlier batches. There is no shift on
     the first batch. The fitness does not include the shift.
 
+        t_b: class token after block b;  mean and std are over the batch, and with index 0 those of the source
+        fitness = sum of H(z) + discrepancy B / 64 sum_b (|mean(t_b) - mean0_b|^2 + |std(t_b) - std0_b|^2)
+        logits = head(f + f0 - a),  where f are the features with the best prompts, and f0 is the mean of the source
+        a <- decay a + (1 - decay) mean of f over the batch and all candidates
+
     In addition to the batch, the method needs the source statistics "class_tokens", population + 1 forward passes, and
     memory for the covariance of all numbers in the prompts and its root: 85 MB for ViT-B. It needs batches of at least two
     images, because one image has no standard deviation. A stream of single images is refused. A single image at the end of

@@ -31,6 +31,11 @@ class Keel(ETA):
     little to learn. With each step the parameters return a small part of their way to the source. The method costs one
     forward pass of each image, and a backward pass of the samples that it keeps. It needs only the batch.
 
+        z = logits of centred features;  g = gradient of the loss of `eta`,  learned from n of B samples
+        length = rho |w0| sqrt(n / B) min(1, mean of H(z) / margin),  where w0 are the source parameters
+        w <- w + (1 - (1 - anchor)^(B / 64)) (w0 - w)
+        w <- step of SGD with the gradient g length / |g| and the learning rate B / 64
+
     Args:
         rho: Largest length of a step for a batch of 64, as a share of the norm of the parameters. It is proportional to the
             batch size.

@@ -27,6 +27,9 @@ class LAME(Method):
     few classes. On i.i.d. batches of many classes it reduces the accuracy by design. A single sample gets the prediction of
     the source model. For the Gaussian affinity this is our choice, because its bandwidth is undefined there.
 
+        p_i: prediction of sample i;  a_ij: affinity of the samples i and j
+        y_i <- softmax(ln p_i + weight sum_j a_ij y_j),  from y_i = p_i on, until y does not change
+
     The method needs only the batch and has no memory. If a model has no linear head, its logits take the place of the
     features (ours). The adapter returns the logarithm of the corrected probabilities, which can be used as logits, because
     its softmax is these probabilities.

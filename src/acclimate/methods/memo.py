@@ -27,6 +27,10 @@ class MEMO(Method):
     matters: the images of a batch are processed one by one. The logits come from after the update. A frozen call predicts
     with the source weights.
 
+        m = mean of softmax(z) over the views of an image
+        loss = -sum_c m_c ln m_c
+        w <- step from the source weights;  prediction = softmax(z(image)) with w
+
     The method needs the normalisation of the model, to augment pixels (`adapt(..., mean=, std=)`). An image costs as much as
     two batches of its views: one pass for their mean prediction, and one for the gradient, which needs the memory of a
     micro-batch. A BatchNorm mixes the statistics of the source with those of the images that it gets, 16 to 1, as the

@@ -63,6 +63,11 @@ class MoETTA(Method):
     second term balances the use of the experts: for each norm, the number of experts times the sum over experts of their
     mean probability times the share of the samples that they are chosen for. Its weight is proportional to the threshold.
 
+        norm(x) + n(x) scale_e + shift_e,  where n(x) is x normalised, and e = argmax r(x) for the router r
+        t = mean of H(z) over all batches so far;  S = the samples with H(z) <= t
+        u_e: share of the batch for which e is chosen;  r_e: mean of r(x)_e over the batch
+        loss = mean of exp(margin - H(z)) H(z) over S + balance t experts (sum of u_e r_e over norms and e)
+
     In addition to the batch, the method needs a second forward pass, because the threshold and these shares are those of the
     whole batch.
 

@@ -23,6 +23,9 @@ class NEO(Method):
     and the next few are not reliable. In a stream of a single class, the centre contains this class. In addition to the
     batch, the method needs only the centre, one vector.
 
+        c <- mean of all features so far;  with alpha:  c <- (1 - alpha) c + alpha mean of f over the batch
+        z = head(f - c)
+
     Args:
         alpha: Weight of each batch in an exponential average, which is then the centre (NEO-Continual; the authors use 0.1).
             The average starts at zero and has no correction of that. By default the centre is the mean of all samples.

@@ -22,6 +22,8 @@ class Norm(Method):
     the batch. Their weights are the number of images that the source counts as, and the number of images in the batch.
     Therefore a single image moves the statistics a little, and a large batch determines them.
 
+        mean = (prior mean_source + B mean_batch) / (prior + B),  and the variance likewise
+
     Args:
         prior: Number of images that the statistics of the source count as. The authors choose it for each size of batches.
             16 is the value of MEMO's authors for single images. With 0 the statistics are those of the batch alone

@@ -32,6 +32,10 @@ class POEM(LeadingNorms):
     target entropy of the sample. The loss is the squared distance of entropy and target. The samples of a batch are bet on
     in their order.
 
+        z = logits / temperature,  u = F(H(z)),  u' = u + e (u^2 - u) / 2,  target = F^-1(u')
+        wealth <- wealth (1 + e (u - 1/2));  e <- gradient step that makes ln(wealth) larger
+        loss = mean over H(z) < margin of (exp(margin - H(z)) (H(z) - target))^2 / 2,  with a constant weight
+
     The distribution is that of clean source images (the authors use a quarter of the validation set of ImageNet), which are
     not in the stream. `acclimate.source_statistics` computes it once: `acclimate.adapt(model, "poem",
     source_statistics="stats.safetensors")`. It is kept in the state file. The method also needs a second forward pass.

@@ -22,6 +22,9 @@ class RDumb(ETA):
     The method needs only the batch. Streams of one corruption of ImageNet-C are shorter than the default period unless their
     batches are small. On such a stream the method is equal to ETA.
 
+        after each `period` steps:  w <- source,  and momentum and average prediction start anew
+        every step:  a step of `eta`
+
     Args:
         lr: Learning rate; by default 0.00025 for a batch of 64, the authors' for ResNet-50, and proportional to the batch
             size. The same value for a ViT and the proportionality are ours.

@@ -35,6 +35,11 @@ class ReCAP(Recovering):
     below a margin of regional entropy count, those with lower values more. A very low moving average of half the loss
     restores the source parameters.
 
+        A_ij = exp(1/2 sum_k (tau / 0.1) v_k (W_ik - W_jk)^2),  where W is the head and v the variance of the source
+        p = softmax(z),  a = A p,  q = softmax(z_c + 0.0005 |W_c|^2)
+        RE = sum_c q_c (ln a_c - ln p_c),  RI = sum_c p_c ln a_c
+        loss = mean over RE < margin of min(exp(weight_margin - RE), max_weight) (RE + instability RI)
+
     The variance is that of the features of clean source images, in the source statistics "class_tokens":
     `acclimate.adapt(model, "recap", source_statistics="stats.safetensors")`.
 

@@ -27,6 +27,10 @@ class REM(LeadingNorms):
     plus the amount by which the entropy of each view exceeds that of every harder view. Targets and the entropies of harder
     views are constants. The method needs only the batch.
 
+        z_0, z_1, ...: logits of the views, from easy to hard;  p_i = softmax(z_i)
+        loss = mean of sum over i < j of (cross-entropy(p_i, z_j) + ranking max(0, H(z_i) - H(z_j) + margin)),
+               where p_i and H(z_j) are constants in the gradient
+
     Args:
         lr: Learning rate of Adam. That of the authors does not depend on the batch size.
         views: Number of views.

@@ -33,6 +33,12 @@ class ROID(Method):
     move a little towards the source. The returned logits come from before the update, and are weighted by the frequency of
     each class in the predictions of the batch.
 
+        p, p': predictions of a sample and of its view;  d, u: diversity and certainty, scaled to 0 ... 1 in the batch
+        loss = sum over d >= mean of d of exp(d u / temperature) (ratio + consistency) / B
+        ratio = -sum_c p_c ln(p_c / (1 - p_c)),  consistency = -1/2 sum_c (p_c ln p'_c + p'_c ln p_c)
+        w <- source_momentum w + (1 - source_momentum) w0,  where w0 are the source parameters
+        logits = z + ln((m + s) / (1 + s C)),  m = mean of p over the batch,  s = max(1 / B, 1 / C) / max_c m_c
+
     The method needs the normalisation of the model, to augment pixels (`adapt(..., mean=, std=)`). It also needs batches of
     at least two images, or a window, because the weights compare the samples of a batch. Without a window, a stream of
     single images is refused. A single image at the end of another stream is predicted, and nothing is learned from it.

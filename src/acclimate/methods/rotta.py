@@ -32,6 +32,10 @@ class RoTTA(Method):
     student learns from the memory: its predictions of augmented views should equal those of the teacher for the images
     themselves. Older samples have less weight. Then the teacher is updated.
 
+        score = lambda_t sigmoid(age / memory) + lambda_u H(z) / ln C:  the highest leaves the memory first
+        loss = mean over the memory of sigmoid(-age / memory) cross-entropy(teacher(x), student(view of x))
+        w' <- (1 - nu) w' + nu w,  where w' is the teacher and w the student
+
     The method needs the normalisation of the model, to augment pixels (`adapt(..., mean=, std=)`), images of one size, and
     memory for some of them. The statistics of BatchNorm layers start at those of the source, and follow the memory at each
     update. Here teacher and student share them (ours). Later benchmarks port the method to a ViT by an adaptation of the

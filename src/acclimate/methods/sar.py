@@ -23,6 +23,12 @@ class SAR(Recovering):
     moving average of the loss is a sign that the model is about to predict one class for all images. In that case the source
     parameters are restored.
 
+        S1 = the samples with H(z) < margin,  where H(z) is the entropy of softmax(z)
+        e  = rho g / |g|,  where g is the gradient of the mean of H(z) over S1, at the parameters w
+        S2 = the samples of S1 with H(z') < margin,  where z' are the logits with w + e
+        loss = mean of H(z') over S2;  SGD applies its gradient at w + e to w
+        a <- decay a + (1 - decay) loss;  w <- source if a < recovery
+
     Args:
         lr: Learning rate of the norms; by default 0.001 for a batch of 64, proportional to the batch size, and twice that
             for a batch of 1. If the norms are BatchNorm or GroupNorm it is the authors' for ResNet-50: 0.00025, and for

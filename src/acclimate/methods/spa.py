@@ -26,6 +26,10 @@ class SPA(Siamese):
     the image itself does not. The prediction of the image is the target wherever it is more confident than that of the view.
     The loss is the divergence from target to view, averaged over these samples for each view, and summed over the views.
 
+        p: prediction of the image;  q_v: prediction of its view v
+        loss = sum over v of the mean of KL(p || q_v) over the samples with max p > max q_v
+        noisy view = (1 - a) image + a noise,  where a ascends the loss, and its mean is `noise`
+
     In addition to the batch, the method needs the normalisation of the model, to know the range of pixels, and two more
     passes.
 
@@ -165,6 +169,8 @@ def drop(images: Tensor, keep: Tensor) -> Tensor:
     opposite frequencies is conjugate. Therefore the flags of the rows above zero, and to the right of zero in row zero, hold
     also for the opposite frequencies, and the other flags have no effect.
     """
+    if not len(images):  # torch 2.4 transforms no empty batch
+        return images
     spectrum = torch.fft.fft2(images.to(torch.promote_types(images.dtype, torch.float32)))
     top, left = keep.shape[-2] // 2, keep.shape[-1] // 2
     rows, columns, right = (torch.arange(a, b) for a, b in ((-top, 0), (-left, left), (0, left)))

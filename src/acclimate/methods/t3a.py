@@ -24,6 +24,9 @@ class T3A(Method):
     the head. A batch is stored in the bank before it is scored. A score is the product of a feature with a prototype of
     length 1. The prediction is the softmax of the scores, so they are used as logits.
 
+        w_c = sum over the supports s of class c of s / |s|
+        z_c = f w_c / |w_c|
+
     In addition to the batch, the method needs the bank, of a fixed size: classes x `supports_per_class` x width.
 
     Args:

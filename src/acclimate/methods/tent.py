@@ -24,6 +24,10 @@ class Tent(Method):
     BatchNorm layers use the statistics of the batch. Later papers use the name TENT for other norms, too, such as those of a
     ViT.
 
+        p = softmax(z),  H(z) = -sum_c p_c ln p_c
+        loss = mean of H(z) over the batch
+        with loss="come":  o = softmax(z, ln C),  H(z) = -sum_c o_c ln o_c,  with a constant |z| in the gradient
+
     Args:
         lr: Learning rate; by default 0.001 for a batch of 64, or 0.00025 if the norms are BatchNorm or GroupNorm (the
             authors' for ResNet-50), proportional to the batch size.

@@ -25,6 +25,8 @@ class VPT(SAR):
     method needs only the batch. The unadapted model is not exactly the source model, because the initial prompts are not
     zero.
 
+        tokens = [class token; P; patches];  P learns by the steps of `sar`
+
     Args:
         prompts: Number of prompt tokens. The paper chooses from 1 to 200 on validation data.
         deep: Whether every block has its own prompts, which replace those of the block before. Otherwise the prompts of the

@@ -22,6 +22,9 @@ class ZeroSiam(Siamese):
     between the features and the head. A collapse would make the branches different, and the alignment, a divergence in both
     directions, prevents this. Predictions come from the plain branch.
 
+        z = head(f),  z' = head(P f),  p = softmax(z) constant in the gradient,  p' = softmax(z')
+        loss = mean of H(z') + alignment (KL(p || p') + KL(p' || p))
+
     The method needs only the batch. Both branches come from one pass.
 
     Args:

@@ -15,13 +15,14 @@ from torch import nn
 
 from ..core import statefile
 from ..core.statecheck import AllocationLimit, fitted, require_parts
-from ..errors import ConfigError, ModelError, StateError, first_line, suggest
+from ..errors import ConfigError, ModelError, StateError, first_line, shorten_list, suggest
 from .families import view_of
 from .normalisation import model_normalisation, processor_normalisation
 
 if TYPE_CHECKING:
     from ..core.statistics import SourceStatistics
 
+BESIDE = "Weights of a timm model stand beside its name: weights=FILE, on the command line --model NAME --weights FILE."
 SOURCE_MODEL = "source model"  # the kind of file that `acclimate train-source` writes
 
 
@@ -84,6 +85,8 @@ def source_model(name: str, *, weights: str | os.PathLike[str] | None = None) ->
         if weights is not None:
             raise ConfigError(f"{name} has weights of its own: weights= goes with a name of timm's.")
         return SourceModel(name, lambda: load_huggingface(name))
+    if Path(name).is_file():
+        raise ConfigError(f"{name} is a file, and no name of a model. {BESIDE}")
     return SourceModel(name, lambda: create_timm(name, weights=weights).eval())
 
 
@@ -115,13 +118,23 @@ def load_huggingface(name: str) -> nn.Module:
     except ImportError as error:
         raise ConfigError(f"{name} is a model of transformers: pip install transformers.") from error
     try:
-        model: Any = AutoModelForImageClassification.from_pretrained(name)
+        model: Any
+        model, info = AutoModelForImageClassification.from_pretrained(name, output_loading_info=True)
     except Exception as error:  # transformers passes on any error of the network, the hub or the disk
         raise ModelError(
             f"{name} cannot be loaded as an image classifier of transformers ({type(error).__name__}: {first_line(error)})."
         ) from error
+    made_up = sorted({*info["missing_keys"]} & {key for key, _ in model.named_parameters()})
+    if made_up:
+        raise ModelError(
+            f"{name} has no weights for {shorten_list(made_up)} of a {type(model).__name__}, which would be random: train "
+            "it as a classifier first, or make a classifier of a CLIP or SigLIP by acclimate.zero_shot."
+        )
     try:
         processor: Any = AutoImageProcessor.from_pretrained(name)
+        if hasattr(processor, "data_config"):  # of a model of timm in transformers
+            model.pretrained_cfg = dict(processor.data_config)
+            return model.eval()
         mean, std = processor_normalisation(processor)
     except Exception:  # there is none, or it normalises nothing: mean= and std= have to be given
         return model.eval()
@@ -139,7 +152,10 @@ def load_source(path: str | os.PathLike[str]) -> nn.Module:
     """
     from timm.data import resolve_model_data_config
 
-    tensors, header = statefile.read_kind(path, SOURCE_MODEL)
+    try:
+        tensors, header = statefile.read_kind(path, SOURCE_MODEL)
+    except StateError as error:
+        raise StateError(f"{error} {BESIDE}") from None
     require_parts(path, header, settings=dict)
     told = header["settings"]
     require_parts(path, told, classes=list, model=str)
@@ -212,12 +228,18 @@ def _classes_of(tensors: Mapping[str, Any], name: str) -> int | None:
 
 
 def _read_weights(file: Path) -> dict[str, Any]:
+    """Return the weights in a file, without the name of a module that contains the whole model, as Lightning writes it."""
     from timm.models import load_state_dict
 
     try:
-        return load_state_dict(str(file), use_ema=False, weights_only=True)
+        found = load_state_dict(str(file), use_ema=False, weights_only=True)
     except Exception as error:
-        raise ModelError(f"{file} cannot be read as weights ({type(error).__name__}: {first_line(error)}).") from error
+        raise ModelError(
+            f"{file} cannot be read as weights ({type(error).__name__}: {first_line(error)}). Write one that can: "
+            "torch.save(model.state_dict(), FILE)."
+        ) from error
+    outer = {key.partition(".")[0] for key in found}
+    return {key.partition(".")[2]: value for key, value in found.items()} if len(outer) == 1 else found
 
 
 def _fill(model: nn.Module, found: Mapping[str, Any], file: str, new: tuple[str, ...]) -> None:

@@ -82,6 +82,7 @@ def _methods_of(kind: Any, kinds: frozenset[Any]) -> frozenset[str] | None:
             names.add("__call__")
             same = all(inspect.getattr_static(kind, name) is inspect.getattr_static(known, name) for name in names)
             libraries = {base.__module__.partition(".")[0] for base in known.__mro__}
-            if same and known.forward.__module__.partition(".")[0] in libraries:  # not put into the class by others
+            source = known.forward.__module__ or ""  # torch.fx writes functions that come from no module
+            if same and source.partition(".")[0] in libraries:  # not put into the class by others
                 return frozenset(names)
     return None

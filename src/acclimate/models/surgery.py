@@ -36,6 +36,7 @@ class OpenAttention(nn.Module):
         self.heads = heads
         self.extra: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
         self.after: int | None = None
+        self.forward_of_instance: Callable[..., Any] | None = None  # of a user, put back by `close`
 
     def project(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, each (batch, heads, tokens, head width)."""

@@ -1,8 +1,9 @@
 """What one pass of two images shows of a model: its classes, its linear head, and the size of its activations.
 
 A model that acclimate does not know may have any structure. The pass finds the layer whose output is the logits, and this
-layer is the head. Its input are the features. The pass also finds the modules in which the tokens of an image attend to each
-other.
+layer is the head. Its input are the features. The logits may also be a sum of the outputs of several layers, times constant
+factors: a distilled DeiT returns the mean of two heads, and other models divide the logits by a temperature. The pass also
+finds the modules in which the tokens of an image attend to each other.
 """
 
 from __future__ import annotations
@@ -18,16 +19,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import ModelError, first_line
+from .multihead import is_usual
 from .plain import ours
 
-USUAL_SIZES = (224, 32, 64, 96, 28, 128, 256, 299, 384)
+USUAL_SIZES = (224, 32, 64, 96, 28, 128, 256, 299, 384, 448, 512, 160, 192, 240, 288, 320, 336, 48, 80, 112)
 CLASS_TOKENS = ("cls_token", "class_token", "class_embedding")  # the names of their parameters
+SMALLEST_FACTOR = 1e-3  # of a layer that counts as a head
+ROUNDING = 32  # errors of rounding that a sum of heads may have
 OUTPUTS_OF_VIT = 132  # of its layers per token and unit of width in ViT-B, to which `MicroBatches` refers
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A module with one call of `scaled_dot_product_attention`, in which all tokens of an image attend to each other."""
+    """A module in which all tokens of an image attend to each other, once in a pass."""
 
     module: nn.Module
     heads: int
@@ -42,7 +46,7 @@ class Trace:
     channels: int
     size: tuple[int, int]  # of the images that were passed
     classes: int
-    head: nn.Module | None  # the linear layer whose output is the logits, or None if there is none
+    heads: tuple[tuple[nn.Module, float], ...]  # linear layers whose outputs, times these factors, sum to the logits
     work: int  # outputs of all layers for one image, in the unit of `MicroBatches`
     attentions: tuple[Attention, ...] = ()  # in the order of the pass; none unless all have the same shape
     class_token: bool = False  # whether the first token is a class token
@@ -63,6 +67,11 @@ def trace(model: nn.Module) -> Trace:
                 return _pass(model, channels, size)
             except ModelError:
                 raise
+            except TypeError as error:  # of any size
+                raise ModelError(
+                    f"{title(model)} cannot be adapted: it did not take a batch of images as its only argument "
+                    f"({first_line(error)}). Wrap it in a module that passes the images on and returns logits."
+                ) from error
             except Exception as error:  # a model may raise anything for images that it does not take
                 failure = failure or error
     finally:
@@ -96,7 +105,7 @@ def weight_of(*modules: nn.Module) -> Tensor:
 def _pass(model: nn.Module, channels: int, size: tuple[int, int]) -> Trace:
     like = weight_of(model)
     images = torch.rand(2, channels, *size, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
-    outputs: dict[nn.Module, Tensor] = {}
+    outputs: dict[nn.Module, Tensor] = {}  # of the layers, in the order of the pass
     amount = 0
 
     @ours
@@ -124,6 +133,11 @@ def _pass(model: nn.Module, channels: int, size: tuple[int, int]) -> Trace:
     try:
         with _Attending(inside) as attending:
             logits = logits_of(model(images))
+        activations, first = amount, dict(outputs)
+        heads = _heads(first, logits)
+        if any(factor != 1 for _, factor in heads):  # images of another contrast show whether the factors are constant
+            again = logits_of(model(1 - 3 * images))
+            heads = heads if _sums_to(heads, outputs, again) else ()
     finally:
         for hook in hooks:
             hook.remove()
@@ -133,14 +147,13 @@ def _pass(model: nn.Module, channels: int, size: tuple[int, int]) -> Trace:
             f"{title(model)} cannot be adapted: for two images it returns {got}, and not logits, (batch, classes). Wrap it "
             "in a module that returns logits."
         )
-    heads = [m for m, out in outputs.items() if width_of(m) and _same(out.flatten(1), logits)]
-    work = max(1, amount // len(images) // OUTPUTS_OF_VIT)
+    work = max(1, activations // len(images) // OUTPUTS_OF_VIT)
     names = {name.rpartition(".")[2] for name, _ in model.named_parameters()}
     return Trace(
         channels,
         size,
         logits.shape[1],
-        heads[-1] if heads else None,
+        heads,
         work,
         attending.found(len(images)),
         not names.isdisjoint(CLASS_TOKENS),
@@ -154,7 +167,7 @@ class _Attending(TorchFunctionMode):
         inside: The modules that are running at any time, the innermost last.
     """
 
-    def __init__(self, inside: list[nn.Module]) -> None:
+    def __init__(self, inside: list[Any]) -> None:
         super().__init__()
         self.inside = inside
         self.calls: list[tuple[nn.Module, torch.Size, torch.Size]] = []
@@ -162,12 +175,21 @@ class _Attending(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention and self.inside and len(args) >= 3:
             self.calls.append((self.inside[-1], args[0].shape, args[1].shape))
+        if func is F.multi_head_attention_forward and is_usual(self.inside[-1]) and not self._is_skipped():
+            heads = self.inside[-1].num_heads
+            shapes = [torch.Size((x.shape[1], heads, x.shape[0], x.shape[2] // heads)) for x in args[:2]]
+            self.calls.append((self.inside[-1], *shapes))
         return func(*args, **(kwargs or {}))
+
+    def _is_skipped(self) -> bool:
+        """Return whether the attention that is running is not called without gradients: torch has a faster way there."""
+        return any(isinstance(module, nn.TransformerEncoderLayer) for module in self.inside)
 
     def found(self, images: int) -> tuple[Attention, ...]:
         """Return the modules in which the tokens of each image attend to each other, if all have the same shape."""
-        own = [(module, q) for module, q, k in self.calls if q == k and len(q) == 4 and q[0] == images]
-        alike = len({q for _, q in own}) == 1 and len({module for module, _ in own}) == len(own)
+        own = [(module, q) for module, q, k in self.calls if q == k]
+        whole = all(len(q) == 4 and q[0] == images for _, q in own)  # in windows, there are more
+        alike = whole and len({q for _, q in own}) == 1 and len({module for module, _ in own}) == len(own)
         return tuple(Attention(module, q[1], q[2], q[1] * q[3]) for module, q in own) if alike else ()
 
 
@@ -182,8 +204,26 @@ def width_of(module: nn.Module) -> int:
     return int(sizes[0] or 0) if all(isinstance(size, int) for size in sizes) else 0
 
 
-def _same(out: Tensor, logits: Tensor) -> bool:
-    return out.shape == logits.shape and torch.equal(out.to(logits.dtype), logits)
+def _heads(outputs: dict[nn.Module, Tensor], logits: Any) -> tuple[tuple[nn.Module, float], ...]:
+    """Return the linear layers whose outputs, times constant factors, sum to the logits; none if there are none."""
+    if not isinstance(logits, Tensor) or logits.ndim != 2:
+        return ()
+    found = {m: out.flatten(1) for m, out in outputs.items() if width_of(m) and out.flatten(1).shape == logits.shape}
+    same = [m for m, out in found.items() if torch.equal(out.to(logits.dtype), logits)]
+    if same:
+        return ((same[-1], 1.0),)
+    if not 0 < len(found) < logits.shape[1]:  # more layers could sum to anything
+        return ()
+    columns = torch.stack([out.flatten() for out in found.values()], dim=1).double().cpu()
+    factors = torch.linalg.lstsq(columns, logits.double().cpu().reshape(-1, 1)).solution.flatten().tolist()
+    heads = tuple((m, factor) for m, factor in zip(found, factors) if abs(factor) > SMALLEST_FACTOR)
+    return heads if _sums_to(heads, outputs, logits) else ()
+
+
+def _sums_to(heads: tuple[tuple[nn.Module, float], ...], outputs: dict[nn.Module, Tensor], logits: Tensor) -> bool:
+    """Return whether the outputs of layers, times these factors, sum to the logits, but for rounding."""
+    total = sum((factor * outputs[m].flatten(1).double() for m, factor in heads), torch.zeros_like(logits.double()))
+    return bool((total - logits).abs().max() <= ROUNDING * torch.finfo(logits.dtype).eps * logits.abs().max())
 
 
 def _channels(model: nn.Module) -> tuple[int, ...]:

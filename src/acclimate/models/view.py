@@ -23,6 +23,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..errors import InputError, ModelError
 from .images import ordinary
+from .multihead import OpenMultihead
 from .plain import TOKEN_WISE, all_modules_are_hooked, is_hooked, runs_code_of
 from .surgery import (
     STATISTICS,
@@ -117,11 +118,12 @@ class TracedBlock:
 
     attention: nn.Module
     heads: int
-    opened: TracedAttention | None = None
+    opened: OpenAttention | None = None
 
     def open(self) -> OpenAttention:
         """Return the attention as an `OpenAttention`. If it is already open, return it as it is."""
-        self.opened = self.opened or TracedAttention(self.attention, self.heads)
+        opens = OpenMultihead if isinstance(self.attention, nn.MultiheadAttention) else TracedAttention
+        self.opened = self.opened or opens(self.attention, self.heads)
         return self.opened
 
     def close(self) -> None:
@@ -162,7 +164,7 @@ class ModelView:
         """Find what is not known by a pass of random images: the channels, the classes, and the head if there is one."""
         self._trace = seen = trace(self.model)
         self.channels = seen.channels
-        self._head = seen.head  # type: ignore[assignment]
+        self._head = seen.heads[0][0] if len(seen.heads) == 1 else None  # type: ignore[assignment]
         if not self.blocks and len(seen.attentions) == len(self.stages):
             self._traced = [TracedBlock(attention.module, attention.heads) for attention in seen.attentions]
             self.width, self.tokens = seen.attentions[0].width, seen.attentions[0].tokens
@@ -174,7 +176,7 @@ class ModelView:
         has = {
             "norms": any(True for norm in self.norms for _ in _own_parameters(norm)),
             "batch norms": bool(self.batch_norms),
-            "features": self._head is not None,
+            "features": bool(self.heads),
             "blocks": bool(self.blocks),
             "attention": bool(self.attentions),
             "class token": bool(self.blocks) or (self._trace is not None and self._trace.class_token),
@@ -184,9 +186,20 @@ class ModelView:
     @property
     def head(self) -> nn.Linear:
         """The linear layer that returns the logits. It may be another layer with such a shape."""
-        require_supported(self.model, self._head is not None, "no linear layer of it returns the logits")
+        require_supported(self.model, self._head is not None, "no single linear layer of it returns the logits")
         assert self._head is not None
         return self._head
+
+    @property
+    def heads(self) -> list[tuple[nn.Module, float]]:
+        """The linear layers whose outputs, times these factors, sum to the logits: in most models the head, and 1."""
+        traced = () if self._trace is None else self._trace.heads
+        if self._head is None or len(traced) > 1:
+            return list(traced)
+        return [(self._head, traced[0][1] if traced else 1.0)]
+
+    def _require_head(self) -> None:
+        require_supported(self.model, bool(self.heads), "no linear layer of it returns the logits")
 
     @property
     def norms(self) -> list[nn.Module]:
@@ -241,8 +254,8 @@ class ModelView:
 
     @property
     def feature_width(self) -> int:
-        """The number of features that enter the head."""
-        return width_of(self.head)
+        """The number of features that enter the head, or all heads."""
+        return sum(width_of(layer) for layer, _ in self.heads)
 
     @property
     def work(self) -> int:
@@ -324,8 +337,9 @@ class ModelView:
     @torch.no_grad()
     def require_logits_of_head(self) -> None:
         """Refuse a model that changes the logits after its head, for a method that calls the head itself."""
-        holders = [module for module in self.model.modules() if any(child is self.head for child in module.children())]
-        if all(runs_code_of(m, self.plain) and not is_hooked(m) for m in (self.model, *holders, self.head)):
+        layers = [layer for layer, _ in self.heads]
+        holders = [module for module in self.model.modules() if any(child in layers for child in module.children())]
+        if all(runs_code_of(m, self.plain) and not is_hooked(m) for m in (self.model, *holders, *layers)):
             return
         images = torch.rand(2, self.channels, *(self.usual_size or (224, 224)), generator=torch.Generator().manual_seed(0))
         features, logits = self.features(images.to(self.device, self.dtype))
@@ -338,13 +352,16 @@ class ModelView:
 
     @torch.no_grad()
     def head_weight(self) -> Tensor:
-        """Return the weight that acts in the head, (classes, width of the head).
+        """Return the weight that acts in the head, (classes, width of the features).
 
         Raises:
-            ModelError: If the head is not a linear function of the features.
+            ModelError: If there is no head, or it is not a linear function of the features.
         """
-        if runs_code_of(self.head, TOKEN_WISE) and not is_hooked(self.head):
-            return self.head.weight
+        self._require_head()
+        heads: list[tuple[Any, float]] = self.heads
+        if all(runs_code_of(layer, TOKEN_WISE) and not is_hooked(layer) for layer, _ in heads):
+            weights = [layer.weight if factor == 1 else factor * layer.weight for layer, factor in heads]
+            return weights[0] if len(weights) == 1 else torch.cat(weights, dim=1)
         unit = torch.eye(self.feature_width, dtype=self.dtype, device=self.device)
         bias = self.classify(torch.zeros_like(unit[:1]))
         weight = (self.classify(unit) - bias).T
@@ -352,21 +369,33 @@ class ModelView:
         require_supported(
             self.model,
             _is_close(other @ weight.T + bias, self.classify(other)),
-            f"its head, a {type(self.head).__name__}, is not a linear function of the features, so that it has no row for "
+            f"its head, a {type(heads[0][0]).__name__}, is not a linear function of the features, so that it has no row for "
             "each class. Put a torch.nn.Linear there, or choose another method",
         )
         return weight
 
     def classify(self, features: Tensor) -> Tensor:
         """Return the output of the head for features, (batch, width)."""
-        pixels: Any = self.head
-        return pixels(features[..., None, None]).flatten(1) if isinstance(pixels, nn.Conv2d) else self.head(features)
+        parts = features.split([width_of(layer) for layer, _ in self.heads], dim=1)
+        first, *others = (_output(layer, part, factor) for (layer, factor), part in zip(self.heads, parts))
+        return sum(others, first)
 
     def features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the features that enter the head, (batch, width), and the logits."""
-        with capture([self.head]) as seen:
+        with self.capture_features() as seen:
             logits = self.logits(images)
-        return seen[self.head].inputs.flatten(1), logits
+        return seen(), logits
+
+    @contextmanager
+    def capture_features(self, *, first: bool = False) -> Iterator[Callable[[], Tensor]]:
+        """Let the block pass images, and return a function that returns the features of the latest, or the first ones.
+
+        Features of several heads are concatenated.
+        """
+        self._require_head()
+        layers = [layer for layer, _ in self.heads]
+        with capture(layers, first=first) as seen:
+            yield lambda: torch.cat([seen[layer].inputs.flatten(1) for layer in layers], dim=1)
 
     def class_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return the class tokens after all blocks, concatenated, and the logits.
@@ -375,10 +404,10 @@ class ModelView:
         what enters the head.
         """
         norms = [block.norm1 for block in self.blocks[1:]]
-        with capture([*norms, self.head]) as seen:
+        with capture(norms) as seen, self.capture_features() as features:
             logits = self.logits(images)
         tokens = [seen[norm].outputs[:, 0] for norm in norms]
-        return torch.cat([*tokens, seen[self.head].inputs], dim=1), logits
+        return torch.cat([*tokens, features()], dim=1), logits
 
     @property
     def class_tokens_width(self) -> int:
@@ -639,6 +668,12 @@ def require_gradient(without: str | None) -> None:
             f"{without} is a quantised layer, which passes no gradient: adapt the model before it is quantised, or choose a "
             "method that needs no gradient (source, t3a, lame, foa)."
         )
+
+
+def _output(layer: Any, features: Tensor, factor: float) -> Tensor:
+    """Return the output of a linear layer, times a factor. A convolution gets the features as a single pixel."""
+    out = layer(features[..., None, None]).flatten(1) if isinstance(layer, nn.Conv2d) else layer(features)
+    return out if factor == 1 else factor * out
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:

@@ -31,6 +31,7 @@ from fastapi.responses import JSONResponse
 from PIL import Image
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from .. import __version__
 from ..data.imagefile import decode_image
@@ -180,10 +181,15 @@ def application(service: Service, served: Served) -> FastAPI:
         if asked.pixels is not None:
             images = torch.from_numpy(asked.pixels.copy())
         else:
-            pixels = [served.preprocess(decode_image(file)) for file in asked.files]
-            images = torch.cat([served.preprocess.normalised(each[None]) for each in pixels])
+            images = torch.cat([decoded(file, f"File {i} of {len(asked.files)}") for i, file in enumerate(asked.files, 1)])
         view = service.adapter.engine.view
         return view.check(images.to(view.device))
+
+    def decoded(file: bytes, what: str) -> torch.Tensor:
+        try:
+            return served.preprocess.normalised(served.preprocess(decode_image(file))[None].copy())
+        except InputError as error:
+            raise InputError(f"{what}: {error}.") from error
 
     # ---- streams ----------------------------------------------------------------------------------------------
 
@@ -233,6 +239,7 @@ def application(service: Service, served: Served) -> FastAPI:
                     "image": "data:image/png;base64," + base64.b64encode(file.getvalue()).decode(),
                     "source": served.labels[each.source],
                     "adapted": served.labels[each.adapted],
+                    "truth": None if each.truth is None else served.labels[each.truth],
                 }
             )
         return found
@@ -322,6 +329,8 @@ async def body_of(request: Request, most_bytes: int) -> bytes:
         return await asyncio.wait_for(whole(), BODY_SECONDS)
     except asyncio.TimeoutError:
         raise HTTPException(408, f"The request took more than {BODY_SECONDS} seconds to arrive.") from None
+    except ClientDisconnect:
+        raise HTTPException(400, "The connection was closed before the whole request had arrived.") from None
 
 
 def as_http(error: Exception) -> HTTPException:

@@ -18,7 +18,7 @@ from ..data.corruptions import corrupt
 from ..data.domains import Images
 from ..errors import InputError, require_whole
 from .application import as_http
-from .service import Job, Refused, Service
+from .service import Job, Recent, Refused, Service
 
 STREAM = "demo"
 WEATHER = {"fog": "fog", "frost": "frost", "noise": "gaussian_noise"}  # by the name of a slider
@@ -80,6 +80,8 @@ class Demo:
         right = {
             name: int((each.argmax(-1) == labels).sum()) for name, each in (("source", source), ("adapted", logits.cpu()))
         }
+        latest = Recent(STREAM, images[0], int(source[0].argmax()), int(logits[0].argmax()), int(labels[0]))
+        self._service.recent.append(latest)
         self._count += 1
         self._points.append({"batch": self._count, **right, **weather})
 

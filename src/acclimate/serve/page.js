@@ -3,6 +3,7 @@
 
 const at = (id) => document.getElementById(id);
 const percent = (share) => `${(100 * share).toFixed(0)} %`;
+const inPoints = (share) => (Math.round(100 * share) || 0).toString().replace("-", "−");
 const decimals = (value) => (value === null || value === undefined ? "–" : value.toFixed(value < 10 ? 2 : 0));
 const SVG = "http://www.w3.org/2000/svg";
 const WINDOW = 10; // batches of which an accuracy is the mean
@@ -39,9 +40,11 @@ function line(element, values, width, height, low, high) {
 
 // ---- the demonstration
 
-function smoothed(points, name, batch) {
+function smoothed(points, name, batch, changes) {
+  let change = 0; // where the weather changed last: a mean over two weathers would show neither
   return points.map((_, i) => {
-    const some = points.slice(Math.max(0, i - WINDOW + 1), i + 1);
+    if (changes.includes(i)) change = i;
+    const some = points.slice(Math.max(change, i - WINDOW + 1), i + 1);
     return some.reduce((sum, point) => sum + point[name], 0) / (some.length * batch);
   });
 }
@@ -64,15 +67,17 @@ function drawDemo(told) {
     shape(grid, "line", {x1: left, x2: left + width, y1: y, y2: y});
     shape(grid, "text", {x: left - 6, y: y + 4, "text-anchor": "end"}, percent(share));
   }
-  points.forEach((point, i) => {
-    const before = points[i - 1];
-    if (!before || names.every((name) => before[name] === point[name])) return;
-    const x = left + (i * width) / Math.max(1, points.length - 1);
+  const changes = points.flatMap((point, i) => (i && names.some((name) => points[i - 1][name] !== point[name]) ? [i] : []));
+  const place = (i) => left + (i * width) / Math.max(1, points.length - 1);
+  for (const [index, i] of changes.entries()) {
+    const [point, x] = [points[i], place(i)];
     shape(grid, "line", {x1: x, x2: x, y1: top, y2: top + height, class: "change"});
+    if (place(changes[index + 1] ?? Infinity) - x < 50) continue; // the next label would cover this one
     const label = names.filter((name) => point[name]).map((name) => `${name} ${point[name]}`).join(", ") || "clear";
     shape(grid, "text", {x: Math.min(x + 4, left + width - 90), y: top + height + 16}, label);
-  });
-  const curves = {source: smoothed(points, "source", told.batch), adapted: smoothed(points, "adapted", told.batch)};
+  }
+  const curves = {};
+  for (const name of ["source", "adapted"]) curves[name] = smoothed(points, name, told.batch, changes);
   for (const [name, values] of Object.entries(curves)) {
     const drawn = at("curves").querySelector(`.line.${name}`);
     drawn.setAttribute("transform", `translate(${left} ${top})`);
@@ -85,7 +90,7 @@ function drawDemo(told) {
   at("gain").textContent = `${gain >= 0 ? "+" : "−"}${Math.abs(gain)}`;
   const sentence = `The source model is right on ${percent(source)} of the latest images, the adapted model on ${percent(adapted)}.`;
   at("curves-text").textContent = sentence;
-  at("demo-note").textContent = `Mean over the last ${WINDOW * told.batch} images. Batch ${points.at(-1).batch}.`;
+  at("demo-note").textContent = `Mean over the latest ${WINDOW * told.batch} images of the same weather. Batch ${points.at(-1).batch}.`;
 }
 
 at("weather").addEventListener("input", (event) => {
@@ -129,7 +134,8 @@ function drawStream(stream, admin) {
     "steps": stream.steps,
     "mean entropy": decimals(last.entropy),
     "estimated accuracy": last.accuracy === null || last.accuracy === undefined ? "–" : percent(last.accuracy),
-    "estimated harm": last.harm === null || last.harm === undefined ? "–" : `${(100 * last.harm).toFixed(1)} points`,
+    "estimated harm": last.harm === null || last.harm === undefined ? "–"
+      : `${inPoints(last.harm)} points (${inPoints(last.harm_low)} to ${inPoints(last.harm_high)})`,
     "drift": decimals(last.drift),
     "latency": last.milliseconds === undefined ? "–" : `${last.milliseconds.toFixed(0)} ms`,
   };
@@ -162,8 +168,10 @@ function drawRecent(recent) {
     picture.src = each.image;
     picture.alt = `An image of the stream ${each.stream}`;
     item.append(picture);
-    text(item, "div", `source: ${each.source}`, "source");
-    text(item, "div", `adapted: ${each.adapted}`, "adapted");
+    const mark = (prediction) => (each.truth === null ? "" : prediction === each.truth ? " ✓" : " ✗");
+    if (each.truth !== null) text(item, "div", each.truth, "truth");
+    text(item, "div", `source: ${each.source}${mark(each.source)}`, "source");
+    text(item, "div", `adapted: ${each.adapted}${mark(each.adapted)}`, "adapted");
     at("recent").append(item);
   }
 }

@@ -33,6 +33,8 @@ OUTPUTS = {"logits": "FP32", "class": "INT64", "label": "BYTES"}
 MOST_IMAGES = 256  # in a request
 LONGEST_ID = 128
 DEEPEST = 20  # nesting of JSON
+MOST_SIDES = 8  # of a shape
+LONGEST_SIDE = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,8 @@ def parse_stream(body: bytes, json_length: str | None) -> str | None:
 def _json_size(body: bytes, json_length: str | None) -> int:
     if json_length is None:
         return len(body)
-    if not json_length.isascii() or not json_length.isdigit() or int(json_length) > len(body):
+    is_short = json_length.isascii() and json_length.isdigit() and len(json_length) < 20
+    if not is_short or int(json_length) > len(body):
         raise InputError(f"{HEADER} is not a number of bytes of this body.")
     return int(json_length)
 
@@ -77,8 +80,14 @@ def _json_size(body: bytes, json_length: str | None) -> int:
 def _json(text: bytes) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"The request is not JSON: {str(error)[:100]}.") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"The request is not JSON: {error}.") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"The request is not JSON: the byte at {error.start} is not UTF-8.") from None
+    except RecursionError:
+        raise InputError("The JSON of the request is nested too deeply.") from None
+    except ValueError:
+        raise InputError("The JSON of the request has a number of too many digits.") from None
     if not isinstance(value, dict):
         raise InputError("The request is not a JSON object.")
     return value
@@ -93,21 +102,18 @@ def _parsed(told: Mapping[str, Any], rest: memoryview) -> InferRequest:
     wanted = _outputs(_typed(told, "outputs", list, []), _typed(about, "binary_data_output", bool, False))
     only = inputs[0]
     if only.get("name") != NAME:
-        raise InputError(f"The input is named {str(only.get('name'))[:50]!r}: its name has to be {NAME!r}.")
+        raise InputError(f"The input is named {_shown(only.get('name'))}: its name has to be {NAME!r}.")
     shape = _typed(only, "shape", list, [])
-    if not shape or any(type(side) is not int or side < 1 for side in shape) or shape[0] > MOST_IMAGES:
-        raise InputError(
-            f"The shape {str(shape)[:100]} is not a list of whole numbers, with 1 to {MOST_IMAGES} images first."
-        )
+    is_shape = 1 <= len(shape) <= MOST_SIDES and all(type(side) is int and 1 <= side <= LONGEST_SIDE for side in shape)
+    if not is_shape or shape[0] > MOST_IMAGES:
+        raise InputError(f"The shape {_shown(shape)} is not a list of whole numbers, with 1 to {MOST_IMAGES} images first.")
     content = _content(only, rest)
     sequence = _sequence(about)
     if only.get("datatype") == "FP32":
         return InferRequest(name, sequence, pixels=_numbers(content, shape), outputs=wanted)
     if only.get("datatype") == "BYTES":
         return InferRequest(name, sequence, files=_files(content, shape), outputs=wanted)
-    raise InputError(
-        f"The datatype of {NAME!r} is FP32 for pixels or BYTES for files, not {str(only.get('datatype'))[:20]!r}."
-    )
+    raise InputError(f"The datatype of {NAME!r} is FP32 for pixels or BYTES for files, not {_shown(only.get('datatype'))}.")
 
 
 def _typed(told: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
@@ -117,6 +123,12 @@ def _typed(told: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     if type(value) is not kind:
         raise InputError(f"{name!r} is of the type {type(value).__name__}, expected {kind.__name__}.")
     return value
+
+
+def _shown(value: Any) -> str:
+    """Return a value of a request for a message: short, and of characters that can be sent."""
+    text = ascii(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def _outputs(wanted: Sequence[Any], binary: bool) -> dict[str, bool]:
@@ -143,7 +155,7 @@ def _sequence(about: Mapping[str, Any]) -> StreamName:
 
 def require_stream(name: str) -> str:
     """Return the name of a stream, after checking that it is short and printable."""
-    if not 1 <= len(name) <= LONGEST_ID or not name.isprintable():
+    if not 1 <= len(name) <= LONGEST_ID or not name.isprintable() or "\ufffd" in name:  # which stands for wrong UTF-8
         raise InputError(f"sequence_id has 1 to {LONGEST_ID} printable characters.")
     return name
 
@@ -156,7 +168,7 @@ def _content(only: Mapping[str, Any], rest: memoryview) -> memoryview | list[Any
             raise InputError("Bytes follow the JSON, but the input has no binary_data_size.")
         return _flat(only.get("data"))
     if type(size) is not int or size != len(rest):
-        raise InputError(f"binary_data_size is {str(size)[:20]}, but {len(rest)} bytes follow the JSON.")
+        raise InputError(f"binary_data_size is {_shown(size)}, but {len(rest)} bytes follow the JSON.")
     if "data" in only:
         raise InputError("The input has both data and binary_data_size.")
     return rest

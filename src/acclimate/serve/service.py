@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..errors import InputError
 from .metrics import Metrics
 from .streams import Stream, Streams
 
@@ -60,6 +62,7 @@ class Recent:
     image: Tensor
     source: int
     adapted: int
+    truth: int | None = None  # its class, if that is known
 
 
 class Service:
@@ -109,8 +112,11 @@ class Service:
 
         Raises:
             Refused: If the queue is full, or the service is closing.
+            InputError: If the queue can never hold the batch.
         """
         count = len(job.images)
+        if count > self._queue:
+            raise InputError(f"The request has {count} images, and the queue of this server holds {self._queue}.")
         with self._changed:
             if self._closing:
                 raise Refused(503, "The server is shutting down.", 5)
@@ -162,16 +168,17 @@ class Service:
                         break
                 if control is not None:
                     self._answer(*control)
-                if jobs:
-                    self._serve(jobs, busy)
                 try:
+                    if jobs:
+                        self._serve(jobs, busy)
                     self.streams.write_due()
-                except OSError as error:  # for example a folder that somebody has removed: the requests go on
+                    self._measure()
+                except Exception as error:  # for example a folder that somebody has removed: the requests go on
                     log("error", error=f"{type(error).__name__}: {error}")
-                self._measure()
         finally:
             self.adapter.close()
-            self.streams.close()
+            for failed in self.streams.close():
+                log("error", error=f"{type(failed).__name__}: {failed}")
 
     def _next(self) -> list[Job]:
         """Return the requests that make up the next batch, all of one stream."""
@@ -197,6 +204,8 @@ class Service:
         return max(0.0, queue[0].queued + self._delay - time.monotonic())
 
     def _answer(self, call: Callable[[], Any], done: Future[Any]) -> None:
+        if not done.set_running_or_notify_cancel():
+            return
         try:
             done.set_result(call())
         except BaseException as error:
@@ -205,6 +214,7 @@ class Service:
     def _serve(self, jobs: list[Job], busy: bool) -> None:
         """Predict the requests of one stream as a batch, reply, and learn."""
         now = time.monotonic()
+        jobs = [job for job in jobs if job.reply.set_running_or_notify_cancel()]  # from now on, nobody can cancel them
         for job in [job for job in jobs if now - job.queued > self._timeout]:
             jobs.remove(job)
             job.reply.set_exception(Refused(503, f"The request waited for more than {self._timeout:g} seconds."))
@@ -218,9 +228,12 @@ class Service:
             reason = self._reason(stream, busy)
             if reason is None:
                 logits = self.adapter(images)
+            elif reason == "unnamed":
+                logits = self.adapter.engine.unadapted(images).logits
             else:
                 with self.adapter.frozen():
                     logits = self.adapter(images)
+            if reason is not None:
                 self.metrics.skipped.labels(reason).inc()
         except BaseException as error:
             for job in jobs:
@@ -275,15 +288,28 @@ class Service:
         latest = [stream.history[-1] for stream in known if stream.history]
         harms = [each["harm"] for each in latest if each["harm"] is not None]
         accuracies = [each["accuracy"] for each in latest if each["accuracy"] is not None]
-        if harms:
-            metrics.harm.set(max(harms))
-        if accuracies:
-            metrics.accuracy.set(min(accuracies))
+        metrics.harm.set(max(harms, default=math.nan))
+        metrics.accuracy.set(min(accuracies, default=math.nan))
+
+
+class JsonLines(logging.Formatter):
+    """The form of the log: one JSON object in a line, also for what other packages log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return a record as a line."""
+        if record.name == LOG.name:
+            return record.getMessage()
+        told = {"time": round(record.created, 3), "message": record.levelname.lower(), "from": record.name}
+        error = {"error": record.exc_info[0].__name__} if record.exc_info and record.exc_info[0] else {}
+        return json.dumps({**told, "told": super().format(record), **error})
 
 
 def show_log() -> None:
-    """Let the log of the server reach the standard error."""
-    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    """Let the log of the server, and the warnings of all packages, reach the standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    logging.captureWarnings(True)
     LOG.setLevel(logging.INFO)
 
 

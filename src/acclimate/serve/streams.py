@@ -17,7 +17,7 @@ import time
 import uuid
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,8 @@ class Stream:
                 "drift": record.drift,
                 "accuracy": record.estimated_accuracy,
                 "harm": None if record.harm is None else record.harm.estimate,
+                "harm_low": None if record.harm is None else record.harm.low,
+                "harm_high": None if record.harm is None else record.harm.high,
                 "milliseconds": milliseconds,
             }
         )
@@ -159,8 +161,11 @@ class Streams:
             self.adapter.load_state_dict(tensors)
             stream.tensors, self._current = None, stream
         self.known.move_to_end(name)
-        while len(self.known) > self.resident:
-            self._evict(next(iter(self.known.values())))
+        for other in [*self.known.values()][: max(0, len(self.known) - self.resident)]:
+            try:
+                self._evict(other)
+            except (OSError, StateError):  # for example a full disk: it stays in memory until it can be written
+                self._note_failure(other)
         return stream
 
     def _require_room(self, name: str) -> None:
@@ -185,6 +190,11 @@ class Streams:
         self._flush(stream)
         self._forget(stream)
 
+    def _note_failure(self, stream: Stream) -> None:
+        """Let the state of a stream that could not be written be written again, after a while."""
+        self.failures += 1
+        stream.write, stream.changed = None, time.time()
+
     def _forget(self, stream: Stream) -> None:
         del self.known[stream.name]
         if stream is self._current:
@@ -201,7 +211,7 @@ class Streams:
         if stream is not None:
             self._forget(stream)
             if stream.write is not None:
-                stream.write.result()
+                wait([stream.write])
         self._remove_file(self._file(name))
 
     def _remove_file(self, file: str) -> None:
@@ -287,13 +297,12 @@ class Streams:
 
     def write_due(self) -> None:
         """Begin to write the states that have been changed for long enough, and remove streams that are too old."""
-        now = time.time()
         for stream in list(self.known.values()):
             if stream.write is not None and stream.write.done():
-                error, stream.write = stream.write.exception(), None
-                if error is not None:  # for example a full disk: try again
-                    self.failures += 1
-                    stream.changed = now
+                if stream.write.exception() is not None:
+                    self._note_failure(stream)
+                stream.write = None
+            now = time.time()
             if stream.write is None and stream.changed is not None and now - stream.changed >= self.interval:
                 self._begin_write(stream)
             if self.age is not None and now - stream.used > self.age:
@@ -302,6 +311,7 @@ class Streams:
                 else:
                     self._forget(stream)
         if self.age is not None and self.folder is not None:
+            now = time.time()
             for file in sorted(self._files - {self._file(name) for name in self.known}):
                 if now - self._last_used(self.folder / file) > self.age:
                     self._remove_file(file)
@@ -311,11 +321,16 @@ class Streams:
         files = [path, path.with_name(path.name + OWNER)] if self.me is not None else [path]
         return max((os.path.getmtime(file) for file in files if file.exists()), default=0.0)
 
-    def close(self) -> None:
-        """Write all states, and wait until that is done."""
+    def close(self) -> list[Exception]:
+        """Write all states, wait until that is done, and return the errors of those that could not be written."""
+        errors: list[Exception] = []
         for stream in self.known.values():
-            self._flush(stream)
+            try:
+                self._flush(stream)
+            except (OSError, StateError) as error:
+                errors.append(error)
         self._writer.shutdown()
+        return errors
 
     def _begin_write(self, stream: Stream) -> None:
         if self.folder is None:
@@ -342,7 +357,11 @@ class Streams:
     def _read(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         if self.folder is None or not self.has(name):
             return None
-        return statefile.read(self.folder / self._file(name))
+        path = self.folder / self._file(name)
+        try:
+            return statefile.read(path)
+        except StateError as error:  # clients need not know where the file is
+            raise StateError(str(error).replace(str(path), f"The file of the stream {name!r}")) from error
 
     def _found(self) -> dict[str, int]:
         """Return the bytes of every file."""

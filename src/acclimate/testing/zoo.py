@@ -6,13 +6,15 @@ Tests run methods on them, and `tools/refresh_models.py` writes from them what d
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..models.zero_shot import zero_shot
 
 VIT: dict[str, Any] = dict(img_size=32, patch_size=8, embed_dim=32, depth=4, num_heads=2)
 SWIN: dict[str, Any] = dict(embed_dim=16, depths=(1, 1, 2, 1), num_heads=(1, 2, 2, 2))
@@ -24,6 +26,7 @@ HF_TEXT: dict[str, Any] = dict(
     bos_token_id=0, eos_token_id=1, pad_token_id=1,
 )  # fmt: skip
 CLASSES = 10
+NAMES = [f"class {i}" for i in range(CLASSES)]
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,56 @@ def _torchvision_vit() -> nn.Module:
     return VisionTransformer(32, 8, 4, 2, 32, 64, num_classes=CLASSES)
 
 
+class Tokens(dict[str, Any]):
+    """What a tokenizer of transformers returns."""
+
+    def to(self, device: torch.device) -> Tokens:
+        """Return the same tokens."""
+        return self
+
+
+def _ids(texts: Sequence[str]) -> Tensor:
+    """Return a number for each letter of short texts, between those of the beginning and of the end."""
+    return torch.tensor([[0, *(ord(letter) % 90 + 5 for letter in text[-9:]), 1] for text in texts])
+
+
+def _zero_shot(kind: str) -> Callable[[], nn.Module]:
+    """Return a function that builds a zero-shot classifier of a model of transformers, whose words mean nothing."""
+
+    def build() -> nn.Module:
+        import transformers
+
+        config = getattr(transformers, f"{kind}Config")(vision_config=HF_VIT, text_config=HF_TEXT)
+        model = getattr(transformers, f"{kind}Model")(config).eval()
+        return zero_shot(model, NAMES, tokenizer=lambda text, **_: Tokens(input_ids=_ids(text)), templates=["{}"])
+
+    return build
+
+
+def _open_clip() -> nn.Module:
+    import open_clip
+
+    image = dict(image_size=32, layers=4, width=32, patch_size=8, head_width=16)
+    text = dict(context_length=9, vocab_size=99, width=32, heads=2, layers=1)
+    model = open_clip.CLIP(embed_dim=16, vision_cfg=image, text_cfg=text).eval()
+    return zero_shot(model, NAMES, tokenizer=_ids, templates=["{}"])
+
+
+class DINOv3(nn.Module):
+    """A module of a user: a linear layer on the class token of a DINOv3 of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import transformers
+
+        self.backbone = transformers.DINOv3ViTModel(transformers.DINOv3ViTConfig(**HF_VIT))
+        self.classifier = nn.Linear(HF_VIT["hidden_size"], CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits."""
+        return self.classifier(self.backbone(images).last_hidden_state[:, 0])
+
+
 class Normalise(nn.Module):
     """A layer that normalises pixels, as users put it before a model."""
 
@@ -183,6 +236,7 @@ ZOO: dict[str, Member] = {
     "BEiT v2": Member("timm", "beitv2_base_patch16_224", _timm("beitv2_base_patch16_224", **VIT)),
     "EVA-02": Member("timm", "eva02_base_patch14_448", _timm("eva02_tiny_patch14_224", **VIT)),
     "DINOv3 (rotary positions)": Member("timm", "vit_base_patch16_dinov3", _timm("vit_small_patch16_dinov3", **VIT)),
+    "ViT, rotary positions": Member("timm", "vit_base_patch16_rope_224", _timm("vit_small_patch16_rope_224", **VIT)),
     "CaiT": Member("timm", "cait_s24_224", _timm("cait_xxs24_224", **VIT)),
     "XCiT": Member(
         "timm", "xcit_small_12_p16_224", _timm("xcit_nano_12_p16_224", img_size=32, embed_dim=32, depth=4, num_heads=2)
@@ -203,7 +257,18 @@ ZOO: dict[str, Member] = {
         "swinv2_base_window8_256",
         _timm("swinv2_tiny_window8_256", img_size=32, patch_size=2, window_size=2, **SWIN),
     ),
-    "MaxViT": Member("timm", "maxvit_tiny_tf_224", _timm("test_maxvit", img_size=32)),
+    "MaxViT": Member(
+        "timm",
+        "maxvit_tiny_tf_224",
+        _timm(
+            "maxvit_tiny_tf_224",
+            img_size=32,
+            embed_dim=(16, 16, 24, 32),
+            depths=(1, 1, 1, 1),
+            stem_width=16,
+            transformer_dim_head=8,
+        ),
+    ),
     "Mixer": Member("timm", "mixer_b16_224", _mixer),
     "ConvNeXt": Member("timm", "convnext_base", _timm("convnext_atto", dims=(8, 16, 24, 32), depths=(1, 1, 2, 1))),
     "ConvNeXt v2": Member("timm", "convnextv2_base", _timm("convnextv2_atto", dims=(8, 16, 24, 32), depths=(1, 1, 2, 1))),
@@ -219,6 +284,11 @@ ZOO: dict[str, Member] = {
     "HF ViT": Member("transformers", "ViTForImageClassification", _hf("ViTForImageClassification", "ViTConfig", **HF_VIT)),
     "HF DeiT": Member(
         "transformers", "DeiTForImageClassification", _hf("DeiTForImageClassification", "DeiTConfig", **HF_VIT)
+    ),
+    "HF DeiT, distilled": Member(
+        "transformers",
+        "DeiTForImageClassificationWithTeacher",
+        _hf("DeiTForImageClassificationWithTeacher", "DeiTConfig", **HF_VIT),
     ),
     "HF DINOv2": Member(
         "transformers", "Dinov2ForImageClassification", _hf("Dinov2ForImageClassification", "Dinov2Config", **HF_VIT)
@@ -269,6 +339,9 @@ ZOO: dict[str, Member] = {
         "SiglipForImageClassification",
         _hf("SiglipForImageClassification", "SiglipConfig", vision_config=HF_VIT, text_config=HF_TEXT),
     ),
+    "HF CLIP, zero-shot": Member("transformers", "CLIPModel", _zero_shot("CLIP")),
+    "HF SigLIP, zero-shot": Member("transformers", "SiglipModel", _zero_shot("Siglip")),
+    "open_clip, zero-shot": Member("open_clip", "ViT-B-16", _open_clip),
     "torchvision ViT": Member("torchvision", "vit_b_16", _torchvision_vit),
     "torchvision Swin": Member("torchvision", "swin_t", _torchvision_swin),
     "torchvision ResNet": Member("torchvision", "resnet50", _torchvision_resnet),
@@ -277,6 +350,7 @@ ZOO: dict[str, Member] = {
     "normalisation and model": Member(
         "own", "nn.Sequential(normalise, model)", lambda: nn.Sequential(Normalise(), _timm("vit_tiny_patch16_224", **VIT)())
     ),
+    "DINOv3 and a head": Member("transformers", "a linear layer on the class token of DINOv3ViTModel", DINOv3),
     "linear probe": Member("own", "a linear layer on the mean token of a ViT", Probe),
     "temperature": Member("own", "a model whose logits are divided by a temperature", Temperature),
 }

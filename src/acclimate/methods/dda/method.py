@@ -35,6 +35,12 @@ class DDA(Method):
     is processed on its own, so the order of the stream and its batches do not matter. A frozen call uses the noise that the
     next step would draw, and does not advance the generator.
 
+        x_N = sqrt(a_N) x + sqrt(1 - a_N) noise,  where N = start and a_i is the share of the variance that is left
+        for i = N, ..., 1:
+            y = image that the diffusion model sees in x_i,  s = its sample before step i
+            x_(i-1) = s - scale gradient for x_i of |low(y) - low(x)|,  where low() keeps the low frequencies
+        prediction = (softmax(z(x)) + softmax(z(x_0))) / 2
+
     The method needs a diffusion model of the source domain, and the normalisation of the model (`adapt(..., mean=, std=)`).
     An image costs `start` forward and backward passes of the diffusion model. To use a diffusion model that is not in a
     file, write a subclass:

@@ -34,6 +34,12 @@ class DePT(Method):
     and DINO heads adapt; all other parameters are frozen. The logits come from after the update. For a single image, the
     diversity loss raises the entropy of its prediction.
 
+        y: label by vote;  m: mean prediction;  d, t: DINO outputs of student and teacher, for token and stages
+        loss = mean of cross-entropy(z, y) + diversity sum_c m_c ln m_c
+               + dino_weight (mean of cross-entropy(t_token, d_token))
+               + prompt_weight (mean of sum_s v_s (1 - cos(d_s, t_s))),  where v = softmax(0, 1, ...) over the stages
+               - prompt_diversity (mean distance between the prompts of a stage)
+
     Prompts, classifier and DINO heads have to be trained on labelled source images first. `acclimate train-prompts` does
     this once for a model, and `acclimate.adapt(model, "dept-g", source_statistics="prompts.safetensors")` loads them. They
     are kept in the state file. The method also needs the normalisation of the model, to augment pixels (`adapt(..., mean=,
@@ -181,7 +187,7 @@ class DePT(Method):
         for name, size in self._wanted.items():
             if size != getattr(sizes, name):
                 raise ConfigError(
-                    f"{name}={size}: {setup.statistics.origin} has {getattr(sizes, name)}. Leave it out, or train anew."
+                    f"{name}={size}: {setup.statistics.origin} has {getattr(sizes, name)}. Leave it out, or train again."
                 )
         return sizes
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ...errors import ModelError
 from ..trace import width_of
@@ -77,6 +79,16 @@ def view_of(model: nn.Module) -> ModelView:
     if not isinstance(model, nn.Module):
         raise ModelError(f"adapt() takes a torch.nn.Module, not {type(model).__name__}.")
     model = bare(model)
+    require_supported(
+        model,
+        not any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()),
+        "torch.jit has compiled it, so that its parts cannot be seen. Adapt the module that it was made from",
+    )
+    require_supported(
+        model,
+        not any(is_lazy(p) for p in model.parameters()),
+        "its lazy layers have no weights yet. Pass a batch through it first",
+    )
     require_supported(model, not any(p.is_inference() for p in model.parameters()), "it was built in inference mode")
     require_supported(
         model,

@@ -7,39 +7,13 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from ..plain import TOKEN_WISE, runs_code_of
-from ..surgery import SURGERY, FusedAttention
+from ..multihead import OpenMultihead, is_usual
+from ..plain import TOKEN_WISE
+from ..surgery import SURGERY
 from ..view import Block, ModelView
 from . import Family, Sizes, linear
-
-
-class TorchvisionAttention(FusedAttention):
-    """The opened self-attention of a torchvision model, which is a `torch.nn.MultiheadAttention`."""
-
-    def fused(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias of the fused projection."""
-        inner: Any = self.inner
-        return inner.in_proj_weight, inner.in_proj_bias
-
-    def merge(self, heads: Tensor, tokens: Tensor) -> tuple[Tensor, None]:
-        """Return the output of the attention module, and None in place of the attention weights."""
-        inner: Any = self.inner
-        # as in torch, which reads the weights of the output projection and does not call it
-        return F.linear(heads.transpose(1, 2).flatten(2), inner.out_proj.weight, inner.out_proj.bias), None
-
-
-def is_usual(attention: Any) -> bool:
-    """Return whether an attention module is a `MultiheadAttention` as torchvision builds it."""
-    return (
-        runs_code_of(attention, frozenset({nn.MultiheadAttention}))
-        and attention.in_proj_weight is not None
-        and attention.bias_k is None
-        and not attention.add_zero_attn
-        and attention.batch_first
-    )
 
 
 @cache
@@ -47,7 +21,7 @@ def plain() -> frozenset[type]:
     """Return the classes of torchvision's models that treat every token on its own, except for the attention."""
     from torchvision.models.vision_transformer import Encoder, EncoderBlock, MLPBlock, VisionTransformer
 
-    own = {TorchvisionAttention, VisionTransformer, Encoder, EncoderBlock, MLPBlock, nn.MultiheadAttention}
+    own = {OpenMultihead, VisionTransformer, Encoder, EncoderBlock, MLPBlock, nn.MultiheadAttention}
     return SURGERY | TOKEN_WISE | own
 
 
@@ -60,7 +34,7 @@ def view_of(model: Any) -> ModelView | None:
     def blocks() -> Iterator[Block]:
         for i, b in enumerate(model.encoder.layers):
             attention = b.self_attention
-            opens = TorchvisionAttention if is_usual(attention) else None
+            opens = OpenMultihead if is_usual(attention) else None
             heads = getattr(attention, "num_heads", 0)
             yield Block(b, f"encoder.layers.{i}", "self_attention", opens, heads, b.ln_1, b.ln_2, b.mlp)
 

@@ -151,6 +151,7 @@ class Recording:
             metadata = file.metadata() or {}
         self.case = metadata.get("case", Path(path).stem)
         self.method = metadata.get("method", "unknown")
+        self.source = metadata.get("source", "unknown")  # the code that ran
         self.hyper: dict[str, Any] = json.loads(metadata.get("hyper", "{}"))
         self.model_kwargs: dict[str, Any] = json.loads(metadata.get("model_kwargs", "{}"))
         self.tolerance_logits = float(metadata.get("tolerance_logits", "nan"))  # no deviation is within NaN
@@ -217,13 +218,21 @@ class Result:
 
 Replay = Callable[[Recording], Result]
 REPLAYS: dict[str, Replay] = {}
+CHECKED: dict[str, str] = {}  # our method that a recording checks, by the name of the method in the recording
 
 
-def replays(*methods: str) -> Callable[[Replay], Replay]:
-    """Return a decorator that registers a function as the replay of these methods, named as in the recordings."""
+def replays(*recorded: str, of: str | None = None) -> Callable[[Replay], Replay]:
+    """Return a decorator that registers a function as the replay of recordings.
+
+    Args:
+        *recorded: The names of the method in the recordings.
+        of: Our name of the method; None if the recordings check no method.
+    """
 
     def decorate(function: Replay) -> Replay:
-        REPLAYS.update(dict.fromkeys(methods, function))
+        REPLAYS.update(dict.fromkeys(recorded, function))
+        if of is not None:
+            CHECKED.update(dict.fromkeys(recorded, of))
         return function
 
     return decorate

@@ -8,7 +8,7 @@ from ...methods.cfa import CFA
 from . import Recording, Result, replays, run
 
 
-@replays("CFA")
+@replays("CFA", of="cfa")
 def _cfa(recording: Recording) -> Result:
     """Replay CFA with statistics computed from the recorded images, which must equal the recorded ones."""
     extra = recording.group("extra/")

@@ -12,7 +12,7 @@ from ...methods.t3a import T3A
 from . import Recording, Result, replays, run
 
 
-@replays("T3A")
+@replays("T3A", of="t3a")
 def _t3a(recording: Recording) -> Result:
     return run(recording, "t3a", _bank)
 
@@ -29,13 +29,13 @@ def _bank(adapter: Adapter) -> dict[str, Tensor]:
     }
 
 
-@replays("LAME")
+@replays("LAME", of="lame")
 def _lame(recording: Recording) -> Result:
     recording.hyper["affinity"] = recording.hyper["affinity"].lower()
     return run(recording, "lame", lambda _: {}, returned=Tensor.exp)
 
 
-@replays("NEO", "NEO-Continual")
+@replays("NEO", "NEO-Continual", of="neo")
 def _neo(recording: Recording) -> Result:
     recording.hyper.pop("returns")  # logits after the centre has moved, as ours
 

@@ -20,7 +20,7 @@ TOLERANCE = 1e-4  # of bets and losses; the recordings suggest it
 STEEP = 1e-3  # of targets, and relative of the wealth
 
 
-@replays("POEM")
+@replays("POEM", of="poem")
 def _poem(recording: Recording) -> Result:
     """Replay POEM with the recorded entropies of source images, which must equal those of our statistics."""
     recorded, images = (recording.tensors[f"extra/{name}"] for name in ("source_entropies", "source_images"))

@@ -25,7 +25,7 @@ def _fill(conditioner: nn.Module, weight: Tensor, bias: Tensor) -> None:
             conditioner.biases[part].copy_(b)
 
 
-@replays("DCT")
+@replays("DCT", of="dct")
 def _dct(recording: Recording) -> Result:
     extra = recording.group("extra/")
 
@@ -59,7 +59,7 @@ def _final(adapter: Adapter) -> dict[str, Tensor]:
     return final
 
 
-@replays("DCT attention module")
+@replays("DCT attention module", of="dct")
 def _dct_attention(recording: Recording) -> Result:
     """Replay one conditioned attention module: output, attention, conditioners and gradients."""
     result = Result(recording.case)

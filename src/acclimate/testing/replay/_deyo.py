@@ -16,7 +16,7 @@ from ...methods.recap import MOST, ReCAP
 from . import Recording, Result, replays, run
 
 
-@replays("DeYO")
+@replays("DeYO", of="deyo")
 def _deyo(recording: Recording) -> Result:
     hyper, extra = recording.hyper, recording.group("extra/")
     hyper["weight_margin"] = hyper.pop("margin_e0")
@@ -34,7 +34,7 @@ def _deyo(recording: Recording) -> Result:
     return result
 
 
-@replays("ReCAP")
+@replays("ReCAP", of="recap")
 def _recap(recording: Recording) -> Result:
     """Replay ReCAP with the recorded variance of the source features."""
     extra, hyper = recording.group("extra/"), recording.hyper

@@ -14,27 +14,27 @@ from ...methods.eta import ETA
 from . import Recording, Result, replays, run
 
 
-@replays("SAR")
+@replays("SAR", of="sar")
 def _sar(recording: Recording) -> Result:
     return run(recording, "sar")
 
 
-@replays("TENT (LayerNorm)")
+@replays("TENT (LayerNorm)", of="tent")
 def _tent(recording: Recording) -> Result:
     return run(recording, "tent")
 
 
-@replays("ETA (EATA without Fisher)")
+@replays("ETA (EATA without Fisher)", of="eta")
 def _eta(recording: Recording) -> Result:
     return run(recording, "eta", observe=_average)
 
 
-@replays("RDumb")
+@replays("RDumb", of="rdumb")
 def _rdumb(recording: Recording) -> Result:
     return run(recording, "rdumb", observe=_average)
 
 
-@replays("EATA")
+@replays("EATA", of="eata")
 def _eata(recording: Recording) -> Result:
     """Replay EATA with Fisher information computed from the recorded images, which must equal the recorded one."""
     images, size = recording.tensors["extra/source_images"], recording.hyper["fisher_batch_size"]
@@ -48,17 +48,17 @@ def _eata(recording: Recording) -> Result:
     return result
 
 
-@replays("COME-TENT")
+@replays("COME-TENT", of="tent")
 def _come_tent(recording: Recording) -> Result:
     return run(recording, "tent", observe=_opinion, loss="come")
 
 
-@replays("COME-SAR")
+@replays("COME-SAR", of="sar")
 def _come_sar(recording: Recording) -> Result:
     return run(recording, "sar", observe=_opinion, loss="come")
 
 
-@replays("COME-ETA")
+@replays("COME-ETA", of="eta")
 def _come_eta(recording: Recording) -> Result:
     return run(recording, "eta", observe=lambda *what: _average(*what) | _opinion(*what), loss="come")
 
@@ -67,7 +67,7 @@ def _opinion(adapter: Adapter, logits: Tensor) -> dict[str, Any]:
     return {"entropy_1": opinion_entropy(logits, COME_MASS)}
 
 
-@replays("DELTA (DOT only, LayerNorm)")
+@replays("DELTA (DOT only, LayerNorm)", of="delta")
 def _delta(recording: Recording) -> Result:
     return run(recording, "delta", observe=_shares)
 

@@ -17,7 +17,7 @@ from ...models.view import ModelView
 from . import Recording, Result, replays, run
 
 
-@replays("MoETTA")
+@replays("MoETTA", of="moetta")
 def _moetta(recording: Recording) -> Result:
     extra, hyper = recording.group("extra/"), recording.hyper
     plain = hyper.pop("disabled_layers")

@@ -13,7 +13,7 @@ from ...methods.rem import REM
 from . import Recording, Result, adapted_parameters, replays, run
 
 
-@replays("REM")
+@replays("REM", of="rem")
 def _rem(recording: Recording) -> Result:
     seen: dict[str, list[Any]] = {}
 

@@ -16,7 +16,7 @@ from ...models.view import ModelView
 from . import Recording, Result, replays, run
 
 
-@replays("FOA")
+@replays("FOA", of="foa")
 def _foa(recording: Recording) -> Result:
     """Replay FOA with statistics computed from the recorded images, which must equal the recorded ones."""
     extra = recording.group("extra/")

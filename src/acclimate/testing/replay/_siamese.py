@@ -14,7 +14,7 @@ from ...methods.spa import SPA, low_frequencies
 from . import Recording, Result, adapted_parameters, add_with_momentum, replays, run
 
 
-@replays("ZeroSiam")
+@replays("ZeroSiam", of="zerosiam")
 def _zerosiam(recording: Recording) -> Result:
     return run(recording, "zerosiam", _final)
 
@@ -26,7 +26,7 @@ def _final(adapter: Adapter) -> dict[str, Tensor]:
     return final
 
 
-@replays("SPA")
+@replays("SPA", of="spa")
 def _spa(recording: Recording) -> Result:
     extra = recording.group("extra/")
     step = iter(range(len(recording.group("x/"))))

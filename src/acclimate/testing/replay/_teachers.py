@@ -31,7 +31,7 @@ def _averaged(adapter: Adapter, prefix: str, weights: Sequence[Tensor]) -> dict[
     return dict(zip([prefix + name.removeprefix("model/") for name in adapter.engine.adapted.named], weights))
 
 
-@replays("CoTTA")
+@replays("CoTTA", of="cotta")
 def _cotta(recording: Recording) -> Result:
     confidence = recording.tensors["trace/anchor_confidence"]
 
@@ -68,7 +68,7 @@ def _cotta(recording: Recording) -> Result:
     return run(recording, Recorded, final)
 
 
-@replays("MEMO")
+@replays("MEMO", of="memo")
 def _memo(recording: Recording) -> Result:
     class Recorded(MEMO):
         """MEMO with the recorded views."""
@@ -126,12 +126,12 @@ def _recorded_views(recording: Recording, method: type[ROID]) -> type[ROID]:
     return Recorded
 
 
-@replays("ROID")
+@replays("ROID", of="roid")
 def _roid(recording: Recording) -> Result:
     return run(recording, _recorded_views(recording, ROID))
 
 
-@replays("CMF")
+@replays("CMF", of="cmf")
 def _cmf(recording: Recording) -> Result:
     variances: list[float] = []
 
@@ -150,7 +150,7 @@ def _cmf(recording: Recording) -> Result:
     return result
 
 
-@replays("RoTTA (LayerNorm port)")
+@replays("RoTTA (LayerNorm port)", of="rotta")
 def _rotta(recording: Recording) -> Result:
     losses: list[float] = []
     memories: list[list[int]] = []
@@ -187,7 +187,7 @@ def _rotta(recording: Recording) -> Result:
     return result
 
 
-@replays("AdaContrast (online port)")
+@replays("AdaContrast (online port)", of="adacontrast")
 def _adacontrast(recording: Recording) -> Result:
     labels: list[Tensor] = []
 
