@@ -99,7 +99,7 @@ def test_a_state_that_cannot_be_written_at_the_end_does_not_keep_others_from_it(
 def test_a_damaged_file_is_refused_and_the_others_go_on(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(b"broken")
     streams = Streams(adapter(), tmp_path)
-    with pytest.raises(StateError, match="^The file of the stream 'a' is not a state file"):
+    with pytest.raises(StateError, match="The file of the stream 'a' is not a state file"):
         streams.get("a")
     assert streams.get("b").name == "b" and "a" not in streams.known
     streams.remove("a")
