@@ -391,9 +391,12 @@ def fork_while_a_step_is_under_way():
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="an interrupt has another exit code there")
-@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise KeyboardInterrupt", -signal.SIGINT)])
-def test_the_interpreter_exits_while_a_step_is_under_way(end, code):
-    """Nothing hangs or crashes, and a handler at the exit sees the state from before or after the step."""
+@pytest.mark.parametrize(("end", "codes"), [("", {0}), ("raise KeyboardInterrupt", {-signal.SIGINT, 1})])
+def test_the_interpreter_exits_while_a_step_is_under_way(end, codes):
+    """Nothing hangs or crashes, and a handler at the exit sees the state from before or after the step.
+
+    After an interrupt the exit code is 1 if a handler at the exit runs code in a string, as torch does with tabulate.
+    """
     script = f"""
 import atexit, sys, torch, acclimate
 sys.path.insert(0, {os.path.dirname(os.path.dirname(__file__))!r})
@@ -408,5 +411,5 @@ adapter(tiny_batches(1)[0])
     done = subprocess.run(
         [sys.executable, "-c", script], env=child_environment(), capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == code and done.stdout in ("steps 0\n", "steps 1\n"), done
+    assert done.returncode in codes and done.stdout in ("steps 0\n", "steps 1\n"), done
     assert "Fatal" not in done.stderr and "terminate called" not in done.stderr
