@@ -268,13 +268,13 @@ class Engine:
         """Pass images, and return the logits of the target's classes, without the displacement of the features."""
         with ExitStack() as stack:
             if self.recentring is not None:  # a pass may contain further ones, of other views
-                seen = stack.enter_context(capture([self.view.head], first=True))
+                features = stack.enter_context(self.view.capture_features(first=True))
             stack.enter_context(self.autocast())
             logits = passed(images)
         logits = self._target(logits)
         if self.recentring is None:
             return logits
-        return logits - self._moved_by(_full(seen[self.view.head].inputs.flatten(1)), self.recentring, logits)
+        return logits - self._moved_by(_full(features()), self.recentring, logits)
 
     def _moved_by(self, features: Tensor, recentring: Recentring, logits: Tensor) -> Tensor:
         """Return by how much recentring changes the logits of images with these features."""
