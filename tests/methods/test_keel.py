@@ -53,7 +53,7 @@ def test_a_step_has_the_direction_of_the_weighted_entropy():
     names = [name.removeprefix("model/") for name in adapter.engine.adapted.named]
     parameters = [model.get_parameter(name) for name in names]
     features = view.features(images)[0]
-    logits = (features - adapter.recentring.centre) @ view.head.weight.T + view.head.bias
+    logits = (features - adapter.recentring.displacement(features)) @ view.head.weight.T + view.head.bias
     h = entropy(logits)
     kept = h < 1.5
     loss = ((1.5 - h.detach()).exp() * h)[kept].mean()

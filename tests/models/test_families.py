@@ -78,7 +78,8 @@ def test_a_family_adapts_and_is_given_back(name, tmp_path):
         before = adapter.state.capture()
         for i, images in enumerate(batches(name)):
             out = adapter(images)
-            assert out.shape == (4, 10) and out.isfinite().all() and adapter.record.event in (None, "recovered")
+            assert out.shape == (4, 10) and out.isfinite().all()
+            assert (adapter.record.event or "recovered").startswith(("recovered", "on trial"))
             if method == "source" and i == 0:
                 torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
         assert adapter.record.drift > 0 or not adapter.method.info.passes[1] or method in SLOW
