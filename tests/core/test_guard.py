@@ -27,10 +27,9 @@ def collapse(model):
         model.model.norm.bias.copy_(40 * model.engine.view.head.weight[3])
 
 
-def guarded(method="tent", **options):
-    return acclimate.adapt(
-        tiny_model(), method, lr=1e-6, guard=acclimate.Guard(**{"drift": 1e9, "patience": 64, "share": 0.25, **options})
-    )
+def guarded(method="tent", *, reply="last", budget=None, **options):
+    guard = acclimate.Guard(**{"drift": 1e9, "patience": 64, "share": 0.25, **options})
+    return acclimate.adapt(tiny_model(), method, lr=1e-6, guard=guard, reply=reply, budget=budget)
 
 
 def events(model, batches):
@@ -102,6 +101,27 @@ def test_a_run_that_gets_better_on_trial_is_trusted_again():
         model.model.norm.bias.copy_(model.state.initial["model/norm.bias"])
     assert kinds(events(model, BATCHES[1:8])) == ["trusted again"]
     assert int(model.guard.alarms) == 0 and not model.guard.on_trial
+
+
+@pytest.mark.parametrize("where", ["on trial", "resting"])
+def test_the_unadapted_model_also_predicts_frozen_and_skipped_batches(where):
+    model = guarded(reply="first", budget=0.5)
+    model(BATCHES[0])
+    model.wait()
+    collapse(model)
+    if where == "on trial":
+        model.guard.try_run(1.0)
+    else:
+        model.guard.level.fill_(LEVELS)
+    with torch.no_grad():
+        expected = tiny_model()(BATCHES[1])
+    skipped = model(BATCHES[1])
+    assert model.skipped == 1
+    with model.frozen():
+        frozen = model(BATCHES[1])
+    for logits in (skipped, frozen):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    model.close()
 
 
 def test_a_trial_ends_early_if_the_judge_prefers_the_adapted_model_for_long(monkeypatch):

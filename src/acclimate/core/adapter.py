@@ -372,7 +372,7 @@ class Adapter(nn.Module):
         """
         if id(self) in _FROZEN.get():
             with self._alone():
-                return self.method.predict(self._checked(images), self.engine)
+                return self._predict(self._checked(images))
         behind = self._behind
         if behind is None or behind.is_this_thread():
             return self._adapt(images)
@@ -384,11 +384,21 @@ class Adapter(nn.Module):
                 images = images.clone()  # the caller may use the memory of its own for the next batch
         return behind.call(lambda reply: self._adapt(images, reply), self._lock, self._early)
 
+    @property
+    def _unadapted_replies(self) -> bool:
+        """Whether the unadapted model replies, because the run is on trial, or rests."""
+        guard = self.guard
+        return guard is not None and self._is_watched and not bool(guard.stopped) and guard.is_in_doubt
+
+    def _predict(self, images: Tensor) -> Tensor:
+        """Return the logits of a batch, and change nothing."""
+        return self.engine.unadapted(images).logits if self._unadapted_replies else self.method.predict(images, self.engine)
+
     def _skip(self, images: Tensor, reason: str) -> Tensor:
         """Predict a batch that the budget leaves out, and note this in the record."""
         start = time.perf_counter()
         with self._alone():
-            logits = self.method.predict(self._checked(images), self.engine)
+            logits = self._predict(self._checked(images))
             if self._record is not None:
                 self.record = replace(
                     self._record,
@@ -520,7 +530,7 @@ class Adapter(nn.Module):
     def _trial(self, images: Tensor) -> Unadapted | None:
         """Return the predictions of the unadapted model, if these are the reply because the run is on trial."""
         guard = self.guard
-        if guard is None or not self._is_watched or not bool(guard.on_trial) or bool(guard.stopped) or guard.is_resting:
+        if guard is None or guard.is_resting or not self._unadapted_replies:
             return None
         return self.engine.unadapted(images)
 

@@ -379,6 +379,11 @@ class Guard(nn.Module):
         return int(self.level) == LEVELS
 
     @property
+    def is_in_doubt(self) -> bool:
+        """Whether the unadapted model replies."""
+        return self.is_resting or bool(self.on_trial)
+
+    @property
     def trusts_good_state(self) -> bool:
         """Whether the last good state is so old that an alarm now says nothing against it."""
         return 2 * int(self.since_good) >= self.patience and not int(self.level)
