@@ -19,6 +19,7 @@ BATCHES = [images + tint for images, tint in zip(tiny_batches(80, 16, seed=11), 
 @pytest.fixture(autouse=True)
 def _short_trials(monkeypatch):
     monkeypatch.setattr(guards, "TRIAL", 64)
+    monkeypatch.setattr(guards, "FEWEST", 0)
 
 
 def collapse(model):
@@ -157,6 +158,20 @@ def test_contradictions_of_sure_predictions_are_harm_too():
         assert (found is not None) is (other is not source)
     assert found[0] == "trial"
     assert found[1].startswith("it contradicts predictions of which the unadapted model is sure (wealth")
+
+
+def test_few_images_are_no_reason_for_a_trial(monkeypatch):
+    monkeypatch.setattr(guards, "FEWEST", 24)
+    guard = Guard()
+    guard.attach(acclimate.core.wrapping.view_of(tiny_model()), 10)
+    generator = torch.Generator().manual_seed(0)
+    features, rows = torch.randn(16, 32, generator=generator), torch.randn(10, 32, generator=generator)
+    source = 10 * features @ rows.T
+    found = []
+    for _ in range(3):
+        guard.compare(source.roll(1, dims=1), Unadapted(source, features, rows))
+        found.append(guard.verdict(0.0) is not None)
+    assert found == [False, True, True]
 
 
 def test_a_loss_of_diversity_that_the_judge_prefers_is_no_harm():

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import acclimate
+from acclimate.core import guard as guards
 from acclimate.core.engine import entropy
 from acclimate.errors import ConfigError, NonFiniteError
 from acclimate.methods.t3a import Bank
@@ -75,8 +76,9 @@ def test_a_subset_of_the_classes_has_a_bank_of_its_own(batches):
     assert filled[:3].all() and not filled[3:].any()
 
 
-def test_the_guard_brings_back_a_good_bank():
+def test_the_guard_brings_back_a_good_bank(monkeypatch):
     """Prototypes that tell no more than two classes apart, against what the model itself says, are harm."""
+    monkeypatch.setattr(guards, "TRIAL", 24)
     model = acclimate.adapt(tiny_model(), "t3a", guard=acclimate.Guard(share=1.0))
     model.method.supports[0] = 1.0
     model.method.entropies.zero_()  # nothing is surer
@@ -84,8 +86,9 @@ def test_the_guard_brings_back_a_good_bank():
     for images in tiny_batches(14, seed=4):
         model(images)
         events.append(model.record.event)
-    (event,) = [event for event in events if event]
-    assert event.startswith("resting: it contradicts predictions of which the unadapted model is sure")
+    trial, alarm = [event for event in events if event]
+    assert trial.startswith("on trial: it contradicts predictions of which the unadapted model is sure")
+    assert alarm.startswith("resting: it contradicts predictions of which the unadapted model is sure")
     assert model.method.entropies.isinf().any()
 
 

@@ -50,6 +50,7 @@ DOUBTFUL = 0.1  # the same for each image on which the models differ, because th
 UNIT = 1.5  # largest difference of two surprises that counts, in nats
 SUSPECT = 1.1  # evidence from which on more images are compared
 DOUBT = 1.5  # evidence from which on a run is on trial
+FEWEST = 24  # weight of the compared images that a trial needs
 TRIAL = 512  # images of a trial, at most
 BETTER = 128  # images for which the judge has to prefer the adapted model, before a trial ends well
 NEW = 256  # images at the beginning of a run, while which it is new
@@ -58,6 +59,7 @@ SUSPECT_PERIOD = 2  # of so many images one is compared while a run is suspect
 SLOWER = 0.1  # factor of the length of a step after an alarm
 LEVELS = 3  # alarms after which the unadapted model predicts for a while
 LONGEST = 5  # doublings of the patience
+MOST = 1000.0  # evidence beyond which its amount says nothing more
 
 
 class Harm(NamedTuple):
@@ -298,7 +300,7 @@ class Guard(nn.Module):
             if float(self.peak) >= enough and (harm is None or harm.estimate > 0):
                 return "alarm", self._evidence(float(self.peak))
             return "trust", "there is little evidence of harm"
-        if wealth < min(DOUBT, enough):
+        if wealth < min(DOUBT, enough) or float(self.compared) < FEWEST:
             return None
         if judged and float(self.right_adapted) > float(self.right_source):
             if wealth >= enough:
@@ -308,14 +310,15 @@ class Guard(nn.Module):
 
     def _evidence(self, wealth: float) -> str:
         """Return the evidence of harm, in numbers."""
+        amount = f"{wealth:.1f}" if wealth < MOST else f"above {MOST:.0f}"
         harm = "" if self.harm is None else f", estimated harm {self.harm}"
         if self.agreement.mean > self.diversity.mean:
-            return f"it contradicts predictions of which the unadapted model is sure (wealth {wealth:.1f}{harm})"
+            return f"it contradicts predictions of which the unadapted model is sure (wealth {amount}{harm})"
         weight = float(self.compared)
         mine, source = (float(_entropy(total / weight)) for total in (self.adapted, self.source))
         return (
             f"the predictions are less diverse than those of the unadapted model (entropy of the classes {mine:.2f} and "
-            f"{source:.2f} nats, wealth {wealth:.1f}{harm})"
+            f"{source:.2f} nats, wealth {amount}{harm})"
         )
 
     def try_run(self, wealth: float) -> None:
