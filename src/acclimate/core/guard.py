@@ -47,7 +47,7 @@ SURE = 0.95  # probability from which on a prediction of the unadapted model is 
 RARE = 0.01  # share of sure predictions that the adapted model may contradict
 WORSE = 0.005  # loss of estimated accuracy that is no harm
 DOUBTFUL = 0.1  # the same for each image on which the models differ, because the judge comes from the unadapted model
-UNIT = 1.5  # largest difference of two surprises that counts, in nats
+UNIT = 0.65  # largest difference of two surprises that counts, as a share of ln C for C classes
 SUSPECT = 1.1  # evidence from which on more images are compared
 DOUBT = 1.5  # evidence from which on a run is on trial
 FEWEST = 24  # weight of the compared images that a trial needs
@@ -91,7 +91,7 @@ class Guard(nn.Module):
             while a run is suspect at least 1/2, and on trial 1.
         alarm: The bound a of the probability of a false alarm, which is at most a (1 + n / 1024) in n compared images. While
             steps are shorter, the bound is the root of a.
-        tolerance: The loss of diversity that is no harm, as a share of 1.5 nats.
+        tolerance: The loss of diversity that is no harm, as a share of 0.65 ln C nats for C classes.
         patience: The number of images after which a lower rate of learning rises again, and a good state is stored.
         drift: The largest allowed distance from the source parameters, divided by their norm.
         action: "lower", "rollback" or "freeze".
@@ -99,7 +99,7 @@ class Guard(nn.Module):
 
     ranges: Mapping[str, Range] = {
         **dict.fromkeys(("seen", "since_alarm", "since_good", "alarms", "tried", "preferred"), COUNT),
-        **dict.fromkeys(("compared", "adapted", "source", "squares"), (0, math.inf)),
+        **dict.fromkeys(("compared", "differing", "adapted", "source", "squares"), (0, math.inf)),
         **dict.fromkeys(("right_adapted", "right_source", "peak"), (0, math.inf)),
         "level": (0, LEVELS),
     }
@@ -143,6 +143,7 @@ class Guard(nn.Module):
         self.since_alarm: Tensor  # images since the last alarm, or since the last change of the level
         self.since_good: Tensor  # images since the last good state
         self.compared: Tensor  # weight of the compared images; older ones have less
+        self.differing: Tensor  # weight of those on which the two models differ
         self.adapted: Tensor  # sum of the predictions of the adapted model
         self.source: Tensor  # sum of the predictions of the unadapted model
         self.right_adapted: Tensor  # sum of the judge's probabilities of the classes that the adapted model predicted
@@ -152,7 +153,7 @@ class Guard(nn.Module):
             self.register_buffer(name, torch.tensor(False))
         for name in ("level", "alarms", "seen", "since_alarm", "since_good", "tried", "preferred"):
             self.register_buffer(name, torch.tensor(0))
-        for name in ("compared", "right_adapted", "right_source", "squares", "peak"):
+        for name in ("compared", "differing", "right_adapted", "right_source", "squares", "peak"):
             self.register_buffer(name, torch.tensor(0.0))
 
     @property
@@ -229,12 +230,13 @@ class Guard(nn.Module):
         opinion = self._opinion(unadapted)
         right_mine = opinion.gather(1, mine.argmax(-1, keepdim=True)).flatten()
         right_source = opinion.gather(1, source.argmax(-1, keepdim=True)).flatten()
-        age, prior = math.exp(-1 / WINDOW), PRIOR / mine.shape[1]
+        classes = mine.shape[1]
+        age, prior, unit = math.exp(-1 / WINDOW), PRIOR / classes, UNIT * math.log(classes)
         for i in range(len(mine)):
             known = PRIOR + self.compared
             surprise = -(mine[i] * ((self.adapted + prior) / known).log()).sum()
             usual = -(source[i] * ((self.source + prior) / known).log()).sum()
-            self.diversity.bet(float(surprise - usual) / UNIT + self.tolerance)
+            self.diversity.bet(float(surprise - usual) / unit + self.tolerance)
             differ = bool(mine[i].argmax() != source[i].argmax())
             if self.judge is not None:
                 self.judgement.bet(float(right_mine[i] - right_source[i]) + WORSE + DOUBTFUL * differ)
@@ -242,6 +244,7 @@ class Guard(nn.Module):
                 self.agreement.bet(RARE - float(differ))
             for total, new in (
                 (self.compared, 1.0),
+                (self.differing, float(differ)),
                 (self.adapted, mine[i]),
                 (self.source, source[i]),
                 (self.right_adapted, right_mine[i]),
@@ -282,27 +285,27 @@ class Guard(nn.Module):
         """Return what is decided about a run with this drift, with the reason, or None if nothing is.
 
         The decision is "trial" if a trial begins, "trust" if it ends well, and "alarm" if there is enough evidence of harm.
-        If the judge prefers the adapted model, the loss of diversity is no harm: the images may be of few classes.
+        If the judge sees next to no harm, a loss of diversity is none: the images may be of few classes.
         """
         if not drift <= self.drift:
             return "alarm", f"drift of {drift:.3g} from the source"
-        wealth, judged = self.evidence, self.judge is not None
+        wealth, harm = self.evidence, self.harm
+        unseen = harm is not None and harm.estimate < WORSE + DOUBTFUL * float(self.differing / self.compared)
         enough = 1 / (self.alarm ** (0.5 if int(self.level) else 1))
         if self.on_trial:
             self.peak.fill_(max(float(self.peak), wealth))
-            harm = self.harm
             if harm is None or harm.high >= 0:
                 self.preferred.zero_()
             elif int(self.preferred) >= BETTER:
                 return "trust", f"the adapted model is better, estimated harm {harm}"
             if int(self.tried) < TRIAL:
                 return None
-            if float(self.peak) >= enough and (harm is None or harm.estimate > 0):
+            if float(self.peak) >= enough and not unseen:
                 return "alarm", self._evidence(float(self.peak))
             return "trust", "there is little evidence of harm"
         if wealth < min(DOUBT, enough) or float(self.compared) < FEWEST:
             return None
-        if judged and float(self.right_adapted) > float(self.right_source):
+        if unseen:
             if wealth >= enough:
                 self._forget_evidence()
             return None
@@ -352,8 +355,8 @@ class Guard(nn.Module):
         self.try_run(0.0)
         self.since_alarm.zero_()
         self._forget_evidence()
-        for total in (self.compared, self.adapted, self.source, self.right_adapted, self.right_source, self.squares):
-            total.zero_()
+        for name in ("compared", "differing", "adapted", "source", "right_adapted", "right_source", "squares"):
+            getattr(self, name).zero_()
 
     def _forget_evidence(self) -> None:
         for wealth in self._gamblers:
