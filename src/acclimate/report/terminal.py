@@ -41,5 +41,6 @@ def show(
     for spec, events in ((outcome.spec, outcome.result.events) for outcome in results):
         if events and spec.method != SOURCE:
             (step, event), where = events[0], ", ".join(map(str, spec.domains[:2]))
-            told = f"{spec.method} on {where}: {len(events)} events, first at step {step}: {event}"
+            count = f"{len(events)} events" if len(events) > 1 else "1 event"
+            told = f"{spec.method} on {where}: {count}, first at step {step}: {event}"
             console.print(told, style="yellow", markup=False, emoji=False)  # names may contain brackets and colons
