@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from PIL import Image
+from test_server import TOKEN, running
 
 from acclimate.data import bundled
 from acclimate.errors import InputError
 from acclimate.serve.demo import Demo
 from acclimate.serve.opening import open_adapter
-from acclimate.serve.service import Service
+from acclimate.serve.service import Refused, Service
 from acclimate.serve.streams import Streams
 from support import child_environment
 
@@ -47,6 +52,26 @@ def test_a_shift_harms_the_source_model_and_adaptation_helps():
     assert demo.state()["weather"] == {"fog": 0, "frost": 5, "noise": 0}
 
 
+def test_the_stream_goes_on_after_a_batch_that_was_refused():
+    adapter, _, _ = open_adapter("bundled", "source", device="cpu")
+    service = Service(Streams(adapter), show=False)
+    demo = Demo(service, bundled.model(), batch=1, pause=0)
+    step, again, refusals = demo.step, threading.Event(), [Refused(503, "The request waited for more than 30 seconds.")]
+
+    def refused_once() -> None:
+        if refusals:
+            raise refusals.pop()
+        step()
+        again.set()
+
+    demo.step = refused_once
+    demo.start()
+    assert again.wait(30)
+    service.close()
+    demo._thread.join(30)
+    assert not demo._thread.is_alive()
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     command = [sys.executable, "-m", "acclimate", "demo", "--port", "0"]
@@ -56,6 +81,13 @@ def address() -> Iterator[str]:
         assert found
         yield found[0]
         process.kill()
+
+
+@pytest.mark.parametrize(("body", "code"), [(b"[" * 900, 400), (b"[]", 400), (b'{"fog": 9}', 400), (b" " * 2000, 413)])
+def test_wrong_severities_are_refused(address, body, code):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{address}demo", body, timeout=60)
+    assert refused.value.code == code and json.loads(refused.value.read())["error"]
 
 
 @pytest.fixture
@@ -107,12 +139,40 @@ def test_the_page_updates_and_a_slider_changes_the_curves(address, browser, tmp_
     Image.fromarray(bundled.images().pixels[0]).save(tmp_path / "boot.png")
     find("#file").send_keys(os.fspath(tmp_path / "boot.png"))
     until(lambda _: re.fullmatch(rf"({'|'.join(bundled.CLASSES)}) \(\d+ %\)", find("#answer").text))
-    (tmp_path / "wrong.png").write_bytes(b"no image")
-    find("#file").send_keys(os.fspath(tmp_path / "wrong.png"))
-    until(lambda _: "cannot be read" in find("#answer").text)
+    for name in ("wrong.png", "wrong.txt"):
+        (tmp_path / name).write_bytes(b"no image")
+        find("#file").send_keys(os.fspath(tmp_path / name))
+        until(lambda _: "cannot be read" in find("#answer").text)
+        browser.execute_script("document.getElementById('answer').textContent = ''")
     unnamed = browser.execute_script(
         "return [...document.querySelectorAll('input, button')].filter(e => !e.labels?.length && !e.textContent).length"
     )
     assert unnamed == 0
     severe = [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
     assert [entry["message"] for entry in severe if "400" not in entry["message"]] == []  # the wrong image got a 400
+
+
+def test_the_buttons_need_the_token(browser, tmp_path):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    pixels = bundled.PREPROCESS.normalised(bundled.images().pixels[:4]).numpy()
+    with running(tmp_path) as server:
+        server.infer(pixels, "hall/ü 1")
+        assert server.steps("hall/ü 1", 1) == 1
+        browser.get(f"http://127.0.0.1:{server.port}/")
+
+        def told(text: str) -> None:
+            find = "return document.querySelector('article')?.textContent ?? ''"
+            WebDriverWait(browser, 60).until(lambda _: text in browser.execute_script(find))
+
+        told("steps1")
+        card = browser.find_element(By.CSS_SELECTOR, "article")
+        assert card.get_attribute("aria-label") == "Stream hall/ü 1"
+        reset, token = card.find_element(By.CSS_SELECTOR, "[data-action=reset]"), browser.find_element(By.ID, "token")
+        for given, answer in (("", "The token is missing or wrong."), (TOKEN, "Done: reset.")):
+            token.send_keys(given)
+            reset.click()
+            told(answer)
+        told("steps0")
+        assert browser.find_elements(By.CSS_SELECTOR, "#recent img"), "a server on this machine alone shows images"

@@ -79,7 +79,7 @@ def test_a_response_has_the_outputs_that_were_asked_for():
         (json.dumps(told(shape=[2, 3, 2, 2] + [1] * 100)).encode(), None, r"The shape \[2, 3, .*\.\.\. is not a list"),
         (b'{"inputs": [{"name": "images", "datatype": "FP32", "shape": [1, %d, %d], "data": [0]}]}' % (10**4000, 10**4000),
          None, "is not a list of whole numbers"),
-        (b'{"inputs": %s}' % (b"9" * 5000), None, "too many digits"), (b'{"inputs": "\xff"}', None, "not UTF-8"),
+        (b'{"inputs": %s}' % (b"9" * 5000), None, "too many digits"), (b'{"inputs": "\xff"}', None, "not UTF-8. A file"),
         (*binary(PIXELS.tobytes(), parameters={"binary_data_size": "\ud800"}), r"is '\\ud800', but 96 bytes follow"),
         (json.dumps(told(data=["a"] * 24)).encode(), None, "numbers"),
         (json.dumps(told(data=[True] * 24)).encode(), None, "numbers"),
@@ -96,6 +96,7 @@ def test_a_response_has_the_outputs_that_were_asked_for():
         (json.dumps({**told(), "parameters": {"sequence_id": "x" * 129}}).encode(), None, "1 to 128"),
         (json.dumps({**told(), "parameters": {"sequence_id": "a\nb"}}).encode(), None, "printable"),
         (json.dumps({**told(), "parameters": {"sequence_id": "a\ufffd"}}).encode(), None, "printable"),
+        (json.dumps({**told(), "parameters": {"sequence_id": ".."}}).encode(), None, "take out of paths"),
         (json.dumps({**told(), "outputs": [{"name": "other"}]}).encode(), None, "An output is named"),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.client
 import io
@@ -29,9 +30,10 @@ from PIL import Image
 
 import acclimate
 from acclimate import cli
-from acclimate.serve.application import as_http
-from acclimate.serve.service import JsonLines, Refused
-from acclimate.serve.streams import TooManyStreams
+from acclimate.serve.application import Served, application, as_http
+from acclimate.serve.opening import open_adapter
+from acclimate.serve.service import JsonLines, Refused, Service
+from acclimate.serve.streams import Streams, TooManyStreams
 from support import child_environment, trials
 
 TOKEN = "a-token-of-this-test"
@@ -136,6 +138,34 @@ def test_streams_adapt_apart_as_an_adapter_would(server, images):
     assert server.steps("one", 3) == server.steps("two", 3) == 3
 
 
+def test_the_stream_of_a_request_is_named_in_its_body_or_its_address(server, images):
+    only = {"name": "images", "datatype": "FP32", "shape": list(images.shape), "data": images.ravel().tolist()}
+    for about, stream in (({}, "address"), ({"parameters": {"sequence_id": "body"}}, "body")):
+        code, told, _ = server.ask("POST", f"{WHERE}?sequence_id=address", {"inputs": [only], **about})
+        assert code == 200 and told["parameters"]["stream"] == stream
+
+
+def test_an_error_that_nobody_expects_is_counted():
+    adapter, preprocess, labels = open_adapter("bundled", "source", device="cpu")
+    service = Service(Streams(adapter))
+    service.streams.known["broken"] = None
+    app, sent = application(service, Served("bundled", preprocess, labels)), []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "/streams", "query_string": b"", "headers": []}
+    with pytest.raises(AttributeError):  # for the log of uvicorn
+        asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 500 and json.loads(sent[1]["body"])["error"] == "The server failed. Its log says why."
+    assert service.metrics.registry.get_sample_value("acclimate_requests_total", {"code": "500"}) == 1
+    del service.streams.known["broken"]
+    service.close()
+
+
 def test_tritonclient(server, images):
     triton = pytest.importorskip("tritonclient.http")
     with triton.InferenceServerClient(f"127.0.0.1:{server.port}") as client:
@@ -197,12 +227,22 @@ def test_wrong_requests_get_a_4xx_and_change_no_state(server, images):
         assert found == code and isinstance(told["error"], str), (code, found, told)
     files = [base64.b64encode(file).decode() for file in (png(), b"no image")]
     two = {"inputs": [{"name": "images", "datatype": "BYTES", "shape": [2], "data": files}]}
-    code, told, _ = server.ask("POST", WHERE, {**two, "parameters": {"sequence_id": "careful"}})
+    code, told, _ = server.ask("POST", f"{WHERE}?sequence_id=careful", two)
     assert code == 400 and told["error"].startswith("File 2 of 2: the image cannot be read")
     assert server.steps("careful", 1) == 1
     assert server.ask("GET", "/streams/careful/state", **token)[1] == before
     assert server.ask("GET", WHERE)[0] == 405
     assert 'code="500"' not in server.ask("GET", "/metrics")[1].decode()
+
+
+def test_images_that_no_model_can_predict_are_refused(server, images):
+    noise = 1e30 * np.random.default_rng(0).standard_normal(images.shape)
+    only = {"name": "images", "datatype": "FP32", "shape": list(images.shape), "data": noise.ravel().tolist()}
+    code, told, _ = server.ask("POST", f"{WHERE}?sequence_id=noise", {"inputs": [only]})
+    assert code == 400 and "logits of these images are not finite" in told["error"]
+    assert server.infer(images, "noise")["learned"] and server.steps("noise", 2) == 2
+    shown = next(each for each in server.ask("GET", "/streams")[1]["streams"] if each["name"] == "noise")
+    assert [each["entropy"] is None for each in shown["history"]] == [True, False] and "not finite" in shown["events"][0]
 
 
 def test_malformed_requests_get_a_400_and_change_no_state(server, images):
@@ -239,6 +279,27 @@ def test_clients_that_leave_harm_nobody(server, images):
             connection.sendall(sent)
     assert server.infer(images, "patient")["learned"] and server.steps("patient", 1) == 1
     assert 'code="500"' not in server.ask("GET", "/metrics")[1].decode()
+
+
+def test_a_large_request_is_refused_while_others_fill_the_memory(tmp_path, images):
+    only = {"name": "images", "datatype": "FP32", "shape": list(images.shape), "data": images.ravel().tolist()}
+    body = json.dumps({"inputs": [only], "parameters": {"sequence_id": "large"}}).encode()
+    most = str(len(body) + 1000)
+    with running(tmp_path, "--max-body", most, "--max-bodies", most) as server:
+        with socket.create_connection(("127.0.0.1", server.port), 10) as other:
+            other.sendall(f"POST {WHERE} HTTP/1.1\r\nHost: here\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+            other.sendall(body[:-1])
+            code, until = 400, time.monotonic() + 20
+            while code == 400 and time.monotonic() < until:  # the other request has not arrived yet
+                code, told, headers = server.ask(
+                    "POST", WHERE, iter([b" " * 1000, body[:-1]])
+                )  # in chunks, without a length
+            assert code == 429 and "too many large requests" in told["error"] and headers["Retry-After"] == "1"
+            assert server.ask("GET", "/v2/health/ready")[0] == 200
+            other.sendall(body[-1:])
+            assert b" 200 OK" in other.recv(1000)
+        assert server.infer(images, "large")["learned"] and server.steps("large", 2) == 2
+        assert [each["name"] for each in server.ask("GET", "/streams")[1]["streams"]] == ["large"]
 
 
 def test_a_photograph_is_turned_upright(server):

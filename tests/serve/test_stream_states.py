@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -47,6 +48,21 @@ def test_each_stream_continues_as_if_it_were_alone(tmp_path, resident):
     again.close()
 
 
+def test_streams_are_counted_while_others_come():
+    streams = Streams(adapter())
+    streams.get("a"), streams.get("b")
+    file = streams._file
+
+    def named(name: str) -> str:
+        streams.known.setdefault(f"{name}{name}", None)  # as the thread of the model does at the same time
+        return file(name)
+
+    streams._file = named
+    assert len(streams) == 2
+    streams.known.pop("aa"), streams.known.pop("bb")
+    streams.close()
+
+
 def test_states_are_written_behind(tmp_path):
     streams = Streams(adapter(), tmp_path, interval=0)
     stream = streams.get("a")
@@ -85,6 +101,22 @@ def test_streams_go_on_while_states_cannot_be_written(tmp_path):
     learn(streams, "b", tiny_batches(1)[0])
     assert {*streams.known} == {"b"} and (folder / "a.safetensors").exists()
     streams.close()
+
+
+def test_the_log_says_that_states_cannot_be_written(tmp_path, caplog):
+    caplog.set_level("INFO", logger="acclimate.serve")
+    folder = tmp_path / "states"
+    streams = Streams(adapter(), folder, resident=1)
+    folder.rename(tmp_path / "gone")
+    service = Service(streams)
+    for each in (job("a"), job("b"), job("a")):
+        service.submit(each)
+        each.reply.result(30)
+    service.control(lambda: None).result(30)
+    told = [json.loads(line) for line in caplog.messages if "cannot be written" in line]
+    assert len(told) == 1 and "Cannot write" in told[0]["error"] and service.metrics.write_failures._value.get() >= 1
+    (tmp_path / "gone").rename(folder)
+    service.close()
 
 
 def test_a_state_that_cannot_be_written_at_the_end_does_not_keep_others_from_it(tmp_path):
@@ -190,8 +222,11 @@ def test_a_state_can_be_taken_and_given_back(tmp_path):
     with pytest.raises(StateError, match="another run"):
         streams.replace("new", (tmp_path / "other").read_bytes())
     assert not streams.has("new")
+    assert streams.known["b"].steps == 1
+    streams.get("a").history.append({})
     streams.reset("a")
     assert int(streams.adapter.steps) == 0
+    assert streams.known["a"].steps == 0 and not streams.known["a"].history, "what is shown is of the state before"
     with pytest.raises(StateError, match="no snapshot"):
         streams.rollback("b")
     streams.close()

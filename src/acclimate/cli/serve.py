@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 POSITION = 32
 LOCAL = ("127.0.0.1", "::1", "localhost")
 CONNECTIONS = 512  # at the same time; further ones get a 503
+HEADER_SECONDS = 10  # after which, or after twice as many, a connection is closed if no request begins on it
+GRACE = 40  # seconds that requests have to end after a signal
 EPILOG = """\
 examples:
   acclimate serve --model vit_base_patch16_224.augreg_in21k_ft_in1k --method keel --states states/
@@ -94,6 +96,13 @@ def add(commands: Commands) -> None:
     load.add_argument(
         "--max-body", type=whole(1), default=64 * 2**20, metavar="BYTES", help="of a request; default: %(default)s"
     )
+    load.add_argument(
+        "--max-bodies",
+        type=whole(1),
+        default=512 * 2**20,
+        metavar="BYTES",
+        help="of all requests at the same time; default: %(default)s",
+    )
     cluster = serve.add_argument_group("cluster")
     cluster.add_argument("--on", choices=["ray"], help="serve on a Ray cluster (pip install 'acclimate[ray,serve]')")
     cluster.add_argument(
@@ -158,6 +167,7 @@ def run_server(
 
     import uvicorn
 
+    from ..serve.limits import idle_closer
     from ..serve.service import show_log
 
     show_log()
@@ -170,8 +180,11 @@ def run_server(
     print(f"Listening on {address}", flush=True)
     if opens:
         webbrowser.open(address)
-    about: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False, **options}
-    uvicorn.Server(uvicorn.Config(app, limit_concurrency=CONNECTIONS, **about)).run(sockets=[listener])
+    about: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False, "ws": "none", **options}
+    about |= {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": GRACE, "timeout_notify": HEADER_SECONDS}
+    server = uvicorn.Server(uvicorn.Config(app, **about))
+    server.config.callback_notify = idle_closer(server.server_state.connections)
+    server.run(sockets=[listener])
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -228,18 +241,22 @@ def _serve(given: argparse.Namespace) -> None:
         raise ConfigError("--model is missing: give bundled, timm's name with its tag, or a file of train-source.")
     if given.name is not None and (not given.name.isprintable() or "/" in given.name or not given.name):
         raise ConfigError(f"--name {given.name!r}: a name in paths has printable characters, and no slash.")
+    if given.max_bodies < given.max_body:
+        raise ConfigError(f"--max-bodies {given.max_bodies} is less than --max-body {given.max_body}, of one request.")
     token = None if given.auth_token_file is None else _token(given.auth_token_file)
     opened = partial(_open, given, *one_method(given.method), token)
     _require_certificate(given.ssl_certfile, given.ssl_keyfile)
     secure = {"ssl_certfile": given.ssl_certfile, "ssl_keyfile": given.ssl_keyfile}
     if given.on == "ray":
+        from ..serve.limits import Bodies
         from ..serve.on_ray import Cluster, run_on_ray
 
         if given.states is None:
             raise ConfigError("--states is missing: on a cluster, give a folder that all machines see.")
         given.states = os.path.abspath(given.states)
         gpu = str(given.device or "").startswith("cuda")
-        run_on_ray(opened, Cluster(given.replicas, given.host, given.port, given.max_body, gpu), **secure)
+        bodies = Bodies(given.max_body, given.max_bodies)
+        run_on_ray(opened, Cluster(given.replicas, given.host, given.port, bodies, gpu), **secure)
     else:
         from ..serve.application import application
 
@@ -251,6 +268,7 @@ def _open(given: argparse.Namespace, method: str, options: Mapping[str, Any], to
     import os
 
     from ..serve.application import Served
+    from ..serve.limits import Bodies
     from ..serve.opening import open_adapter
     from ..serve.service import Service, log
     from ..serve.streams import Streams
@@ -287,4 +305,4 @@ def _open(given: argparse.Namespace, method: str, options: Mapping[str, Any], to
         show=given.host in LOCAL if given.images is None else given.images,
     )
     name = given.name or os.path.basename(given.model).removesuffix(".safetensors")
-    return service, Served(name, preprocess, labels, token, given.max_body)
+    return service, Served(name, preprocess, labels, token, Bodies(given.max_body, given.max_bodies))

@@ -21,7 +21,7 @@ import io
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from typing import Any
 
@@ -31,13 +31,13 @@ from fastapi.responses import JSONResponse
 from PIL import Image
 from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 
 from .. import __version__
 from ..data.imagefile import decode_image
 from ..data.preprocess import Preprocess
 from ..errors import AcclimateError, InputError, StateError
 from . import protocol
+from .limits import Bodies
 from .protocol import HEADER, InferRequest, StreamName
 from .service import UNNAMED, Job, Refused, Service, log
 from .streams import TooManyStreams
@@ -45,8 +45,7 @@ from .streams import TooManyStreams
 VERSION = "1"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
 PAGE = {"/": ("page.html", "text/html"), "/page.js": ("page.js", "text/javascript"), "/page.css": ("page.css", "text/css")}
-BODY_SECONDS = 60  # that a request may take to arrive
-DECODERS = 2  # files of images that are decoded at the same time, which bounds the memory that a large one needs
+DECODERS = 2  # requests that are decoded at the same time, which bounds the memory that large ones need
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Served:
         preprocess: The preprocessing of files of images.
         labels: The names of the classes.
         token: The token of the API that changes streams. None closes this API.
-        most_bytes: The largest body of a request.
+        bodies: The limits of the bodies of requests.
         open_admin: Whether streams can be changed without a token, as in the demonstration.
     """
 
@@ -66,7 +65,7 @@ class Served:
     preprocess: Preprocess
     labels: tuple[str, ...]
     token: str | None = None
-    most_bytes: int = 64 * 2**20
+    bodies: Bodies = field(default_factory=Bodies)
     open_admin: bool = False
 
 
@@ -96,6 +95,7 @@ def application(service: Service, served: Served) -> FastAPI:
 
     @app.exception_handler(Exception)
     async def failed(request: Request, error: Exception) -> Response:
+        service.metrics.requests.labels("500").inc()
         log("error", path=request.url.path, error=f"{type(error).__name__}: {error}")
         return JSONResponse({"error": "The server failed. Its log says why."}, 500)
 
@@ -152,11 +152,12 @@ def application(service: Service, served: Served) -> FastAPI:
         require_model(model, version)
         start = time.perf_counter()
         try:
-            asked, images = await read(request)
-            stream = asked.sequence.id or UNNAMED
-            job = Job(stream, images, asked.sequence.start, asked.sequence.end)
-            service.submit(job)
-            logits, facts = await asyncio.wrap_future(job.reply)
+            async with served.bodies.of(request) as content:
+                asked, images = await read(request, content)
+                stream = asked.sequence.id or UNNAMED
+                job = Job(stream, images, asked.sequence.start, asked.sequence.end)
+                service.submit(job)
+                logits, facts = await asyncio.wrap_future(job.reply)
         except Exception as error:
             raise as_http(error) from error
         body, headers = protocol.response(
@@ -165,16 +166,17 @@ def application(service: Service, served: Served) -> FastAPI:
         service.metrics.latency.observe(time.perf_counter() - start)
         return Response(body, headers=headers)
 
-    async def read(request: Request) -> tuple[InferRequest, torch.Tensor]:
+    async def read(request: Request, body: bytes) -> tuple[InferRequest, torch.Tensor]:
         """Return a request, and its images as the model takes them."""
-        body = await body_of(request, served.most_bytes)
-        if request.headers.get("content-type", "").startswith("image/"):
-            name = request.query_params.get("sequence_id")
-            sequence = StreamName(protocol.require_stream(name) if name else None)
-            asked = InferRequest("", sequence, files=[body], outputs=dict.fromkeys(protocol.OUTPUTS, False))
-        else:
-            asked = await asyncio.to_thread(protocol.parse, body, request.headers.get(HEADER))
+        name = request.query_params.get("sequence_id")
+        sequence = StreamName(protocol.require_stream(name) if name else None)
         async with decoders:
+            if request.headers.get("content-type", "").startswith("image/"):
+                asked = InferRequest("", sequence, files=[body], outputs=dict.fromkeys(protocol.OUTPUTS, False))
+            else:
+                asked = await asyncio.to_thread(protocol.parse, body, request.headers.get(HEADER))
+                if asked.sequence.id is None:
+                    asked = replace(asked, sequence=sequence)
             return asked, await asyncio.to_thread(prepared, asked)
 
     def prepared(asked: InferRequest) -> torch.Tensor:
@@ -200,7 +202,8 @@ def application(service: Service, served: Served) -> FastAPI:
             raise HTTPException(403, "This server has no token, so that its streams cannot be changed.")
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), served.token.encode()):
-            raise HTTPException(401, "Give the token: Authorization: Bearer TOKEN", {"WWW-Authenticate": "Bearer"})
+            wrong = "The token is missing or wrong. It is sent as Authorization: Bearer TOKEN."
+            raise HTTPException(401, wrong, {"WWW-Authenticate": "Bearer"})
 
     async def controlled(call: Callable[[], Any]) -> Any:
         try:
@@ -275,8 +278,8 @@ def application(service: Service, served: Served) -> FastAPI:
             protocol.require_stream(name)
         except InputError as error:
             raise as_http(error) from error
-        content = await body_of(request, served.most_bytes)
-        await controlled(lambda: service.streams.replace(name, content))
+        async with served.bodies.of(request) as content:
+            await controlled(lambda: service.streams.replace(name, content))
         log("uploaded", stream=name)
         return {"stream": name}
 
@@ -305,32 +308,6 @@ def application(service: Service, served: Served) -> FastAPI:
     for path, (file, kind) in PAGE.items():
         add_page(path, file, kind)
     return app
-
-
-async def body_of(request: Request, most_bytes: int) -> bytes:
-    """Return the body of a request, and refuse one that is too large before it is read."""
-    too_large = HTTPException(413, f"The body of a request has {most_bytes} bytes at most.")
-    told = request.headers.get("content-length", "0")
-    if told.isdigit() and int(told) > most_bytes:
-        raise too_large
-    if "content-encoding" in request.headers:
-        raise HTTPException(415, "Compressed requests are not supported.")
-
-    async def whole() -> bytes:
-        parts, size = [], 0
-        async for part in request.stream():
-            size += len(part)
-            if size > most_bytes:
-                raise too_large
-            parts.append(part)
-        return b"".join(parts)
-
-    try:
-        return await asyncio.wait_for(whole(), BODY_SECONDS)
-    except asyncio.TimeoutError:
-        raise HTTPException(408, f"The request took more than {BODY_SECONDS} seconds to arrive.") from None
-    except ClientDisconnect:
-        raise HTTPException(400, "The connection was closed before the whole request had arrived.") from None
 
 
 def as_http(error: Exception) -> HTTPException:

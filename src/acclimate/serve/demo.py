@@ -18,7 +18,9 @@ from ..data.corruptions import corrupt
 from ..data.domains import Images
 from ..errors import InputError, require_whole
 from .application import as_http
-from .service import Job, Recent, Refused, Service
+from .limits import Bodies
+from .protocol import json_object
+from .service import Job, Recent, Service, log
 
 STREAM = "demo"
 WEATHER = {"fog": "fog", "frost": "frost", "noise": "gaussian_noise"}  # by the name of a slider
@@ -90,15 +92,17 @@ class Demo:
             start = time.monotonic()
             try:
                 self.step()
-            except Refused as refused:
-                if refused.code == 503:  # the service is closing
+            except Exception as error:  # for example a batch that waited for too long: the next one may not
+                if not self._service.is_alive:
                     return
+                log("error", error=f"{type(error).__name__}: {error}")
             time.sleep(max(0.05, self._pause - (time.monotonic() - start)))
 
 
 def add_demo(app: FastAPI, demo: Demo) -> None:
     """Add the paths of the demonstration to an application."""
     app.state.demo = True
+    bodies = Bodies(most_bytes=1000)
 
     @app.get("/demo")
     async def state() -> dict[str, Any]:
@@ -107,13 +111,8 @@ def add_demo(app: FastAPI, demo: Demo) -> None:
     @app.post("/demo")
     async def change(request: Request) -> dict[str, Any]:
         try:
-            given = await request.json()
-        except ValueError:
-            given = None
-        try:
-            if not isinstance(given, dict):
-                raise InputError("Give a JSON object of severities.")
-            demo.set(given)
+            async with bodies.of(request) as body:
+                demo.set(json_object(body))
         except InputError as error:
             raise as_http(error) from error
         return demo.state()

@@ -24,7 +24,8 @@ from starlette.exceptions import HTTPException
 
 from ..errors import ConfigError, InputError
 from . import protocol
-from .application import Served, application, body_of
+from .application import Served, application
+from .limits import Bodies
 from .service import UNNAMED, Service, log, show_log
 
 NAME = "acclimate"  # of the application on the cluster
@@ -38,12 +39,12 @@ Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the server runs: the number of replicas, the address, the largest body of a request, and whether on GPUs."""
+    """Where the server runs: the number of replicas, the address, the limits of requests, and whether on GPUs."""
 
     replicas: int
     host: str
     port: int
-    most_bytes: int
+    bodies: Bodies
     gpu: bool = False
 
 
@@ -110,15 +111,18 @@ class Replica:
 class Ingress:
     """The part that takes requests, and passes each to the replica that has its stream."""
 
-    def __init__(self, replicas: Any, most_bytes: int) -> None:
-        self.replicas, self.most_bytes = replicas, most_bytes
+    def __init__(self, replicas: Any, bodies: Bodies) -> None:
+        self.replicas, self.bodies = replicas, bodies
 
     async def __call__(self, request: Request) -> Response:
         """Return the answer of a replica."""
         try:
-            body = await body_of(request, self.most_bytes)
+            async with self.bodies.of(request) as body:
+                return await self._passed_on(request, body)
         except HTTPException as error:
             return _refusal(error)
+
+    async def _passed_on(self, request: Request, body: bytes) -> Response:
         scope = {name: request.scope[name] for name in SCOPE if name in request.scope}
         scope["root_path"] = ""
         try:
@@ -152,9 +156,10 @@ def _stream_of(request: Request, body: bytes) -> str | None:
     if request.headers.get("content-type", "").startswith("image/"):
         return request.query_params.get("sequence_id") or UNNAMED
     try:
-        return protocol.parse_stream(body, request.headers.get(protocol.HEADER)) or UNNAMED
+        named = protocol.parse_stream(body, request.headers.get(protocol.HEADER))
     except InputError:
         return None
+    return named or request.query_params.get("sequence_id") or UNNAMED
 
 
 def _refusal(error: HTTPException) -> Response:
@@ -192,7 +197,7 @@ def run_on_ray(opened: Callable[[], tuple[Service, Served]], cluster: Cluster, *
         )(Replica)
         ingress = serve.deployment(max_ongoing_requests=REQUESTS, ray_actor_options={"num_cpus": 0})(Ingress)
         try:
-            serve.run(ingress.bind(replicas.bind(opened), cluster.most_bytes), name=NAME, route_prefix="/")
+            serve.run(ingress.bind(replicas.bind(opened), cluster.bodies), name=NAME, route_prefix="/")
         except RuntimeError as error:
             told = [each.message.strip() for each in serve.status().applications[NAME].deployments.values()]
             last = [message.splitlines()[-1] for message in told if message]  # of a traceback

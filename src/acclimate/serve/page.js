@@ -8,6 +8,7 @@ const decimals = (value) => (value === null || value === undefined ? "–" : val
 const SVG = "http://www.w3.org/2000/svg";
 const WINDOW = 10; // batches of which an accuracy is the mean
 let model = null;
+let recentDrawn = ""; // the latest images that are on the page
 let weatherIsMine = 0; // a moment until which the sliders are not overwritten
 
 async function ask(path, options = {}) {
@@ -15,6 +16,10 @@ async function ask(path, options = {}) {
   const told = await answer.json();
   if (!answer.ok) throw new Error(told.error || `The server answered ${answer.status}.`);
   return told;
+}
+
+function say(element, content) { // only what has changed, which a screen reader may read aloud
+  if (element.textContent !== content) element.textContent = content;
 }
 
 function text(parent, tag, content, name = "") {
@@ -89,7 +94,7 @@ function drawDemo(told) {
   const gain = Math.round(100 * adapted) - Math.round(100 * source);
   at("gain").textContent = `${gain >= 0 ? "+" : "−"}${Math.abs(gain)}`;
   const sentence = `The source model is right on ${percent(source)} of the latest images, the adapted model on ${percent(adapted)}.`;
-  at("curves-text").textContent = sentence;
+  say(at("curves-text"), sentence);
   at("demo-note").textContent = `Mean over the latest ${WINDOW * told.batch} images of the same weather. Batch ${points.at(-1).batch}.`;
 }
 
@@ -111,7 +116,7 @@ function card(name) {
   if (found) return found;
   const made = at("card").content.firstElementChild.cloneNode(true);
   made.dataset.stream = name;
-  made.querySelector("h3").textContent = name;
+  made.setAttribute("aria-label", `Stream ${name}`);
   made.addEventListener("click", (event) => {
     const action = event.target.dataset.action;
     if (!action) return;
@@ -140,26 +145,26 @@ function drawStream(stream, admin) {
     "latency": last.milliseconds === undefined ? "–" : `${last.milliseconds.toFixed(0)} ms`,
   };
   const list = made.querySelector("dl");
-  list.replaceChildren();
-  for (const [name, value] of Object.entries(facts)) {
-    text(list, "dt", name);
-    text(list, "dd", value);
-  }
+  if (!list.children.length) for (const name of Object.keys(facts)) { text(list, "dt", name); text(list, "dd", ""); }
+  for (const [i, value] of Object.values(facts).entries()) say(list.querySelectorAll("dd")[i], String(value));
   made.classList.toggle("frozen", stream.frozen);
-  made.querySelector("h3").textContent = stream.name + (stream.frozen ? " (frozen)" : "");
-  const entropies = stream.history.map((each) => each.entropy);
+  say(made.querySelector("h3"), stream.name + (stream.frozen ? " (frozen)" : ""));
+  const entropies = stream.history.map((each) => each.entropy).filter((entropy) => entropy !== null);
   line(made.querySelector("polyline"), entropies, 236, 56, 0, Math.max(0.1, ...entropies));
   made.querySelector(".buttons").hidden = admin === "closed";
   const freeze = made.querySelector("[data-action=freeze], [data-action=thaw]");
   freeze.dataset.action = stream.frozen ? "thaw" : "freeze";
   freeze.textContent = stream.frozen ? "Thaw" : "Freeze";
-  const events = made.querySelector(".events");
+  const [events, latest] = [made.querySelector(".events"), stream.events.slice(-3)];
+  if (events.textContent === latest.join("")) return;
   events.replaceChildren();
-  for (const event of stream.events.slice(-3)) text(events, "li", event);
+  for (const event of latest) text(events, "li", event);
 }
 
 function drawRecent(recent) {
   at("seen").hidden = !recent.length;
+  if (JSON.stringify(recent) === recentDrawn) return;
+  recentDrawn = JSON.stringify(recent);
   at("recent").replaceChildren();
   for (const each of [...recent].reverse()) {
     const item = document.createElement("li");
@@ -178,7 +183,10 @@ function drawRecent(recent) {
 
 function draw(told) {
   model = told.model;
-  at("about").textContent = `${told.model} with ${told.method}: ${told.all} ${told.all === 1 ? "stream" : "streams"}, ${told.waiting} images waiting`;
+  const count = told.all === 1 ? "1 stream" : `${told.all} streams`;
+  const shown = told.all > told.streams.length ? ` (${told.streams.length} in memory)` : "";
+  say(at("about"), `${told.model} with ${told.method}: ${count}${shown},`);
+  say(at("waiting"), told.waiting === 1 ? "1 image waits" : `${told.waiting} images wait`);
   at("no-streams").hidden = told.streams.length > 0;
   at("token-form").hidden = told.admin !== "token";
   const names = new Set(told.streams.map((stream) => stream.name));
@@ -188,7 +196,7 @@ function draw(told) {
 }
 
 function trouble(error) {
-  at("about").textContent = `There is no answer from the server: ${error.message}`;
+  say(at("about"), `There is no answer from the server: ${error.message}`);
 }
 
 // ---- an image of one's own
@@ -197,7 +205,7 @@ async function classify(file) {
   at("answer").textContent = "…";
   try {
     const told = await ask(`v2/models/${encodeURIComponent(model)}/infer?sequence_id=page`, {
-      method: "POST", headers: {"Content-Type": file.type || "image/jpeg"}, body: file,
+      method: "POST", headers: {"Content-Type": file.type.startsWith("image/") ? file.type : "image/jpeg"}, body: file,
     });
     const logits = told.outputs.find((output) => output.name === "logits").data;
     const most = Math.max(...logits);

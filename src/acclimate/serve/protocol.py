@@ -60,12 +60,12 @@ class InferRequest:
 def parse(body: bytes, json_length: str | None) -> InferRequest:
     """Return the request in a body. `json_length` is the value of the header of the binary extension."""
     size = _json_size(body, json_length)
-    return _parsed(_json(body[:size]), memoryview(body)[size:])
+    return _parsed(json_object(body[:size]), memoryview(body)[size:])
 
 
 def parse_stream(body: bytes, json_length: str | None) -> str | None:
     """Return the name of the stream that the request in a body belongs to."""
-    return _sequence(_typed(_json(body[: _json_size(body, json_length)]), "parameters", dict, {})).id
+    return _sequence(_typed(json_object(body[: _json_size(body, json_length)]), "parameters", dict, {})).id
 
 
 def _json_size(body: bytes, json_length: str | None) -> int:
@@ -77,13 +77,15 @@ def _json_size(body: bytes, json_length: str | None) -> int:
     return int(json_length)
 
 
-def _json(text: bytes) -> dict[str, Any]:
+def json_object(text: bytes) -> dict[str, Any]:
+    """Return the JSON object in a body."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise InputError(f"The request is not JSON: {error}.") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"The request is not JSON: the byte at {error.start} is not UTF-8.") from None
+        advice = "A file of an image needs the header Content-Type: image/jpeg, or image/png."
+        raise InputError(f"The request is not JSON: the byte at {error.start} is not UTF-8. {advice}") from None
     except RecursionError:
         raise InputError("The JSON of the request is nested too deeply.") from None
     except ValueError:
@@ -157,6 +159,8 @@ def require_stream(name: str) -> str:
     """Return the name of a stream, after checking that it is short and printable."""
     if not 1 <= len(name) <= LONGEST_ID or not name.isprintable() or "\ufffd" in name:  # which stands for wrong UTF-8
         raise InputError(f"sequence_id has 1 to {LONGEST_ID} printable characters.")
+    if name in (".", ".."):
+        raise InputError("sequence_id is . or .., which clients take out of paths.")
     return name
 
 

@@ -30,6 +30,7 @@ UNNAMED = "default"  # the stream of requests without a name
 IDLE = 0.2  # seconds after which the thread looks whether states are to be written
 COMPARED = 1.0  # seconds between two images that the source model predicts too, for the page
 RECENT = 12  # images on the page
+TOLD = 60.0  # seconds between two lines of the log about states that cannot be written
 LOG = logging.getLogger("acclimate.serve")
 T = TypeVar("T")
 
@@ -100,6 +101,7 @@ class Service:
         self._controls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._images = 0
         self._compared = 0.0
+        self._told = -TOLD
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="model-service", daemon=True)
@@ -241,7 +243,10 @@ class Service:
             return
         facts = {"learned": reason is None} | ({} if reason is None else {"reason": reason})
         for job, part in zip(jobs, logits.split([len(job.images) for job in jobs])):
-            job.reply.set_result((part, facts))
+            if part.isfinite().all():
+                job.reply.set_result((part, facts))
+            else:
+                job.reply.set_exception(InputError("The logits of these images are not finite. Are the images normalised?"))
         self._after(stream, images, logits, reason is None, 1000 * (time.monotonic() - now))
         if jobs[-1].end:
             self.streams.remove(stream.name)
@@ -285,6 +290,10 @@ class Service:
         metrics.streams.labels("memory").set(len(known))
         metrics.streams.labels("all").set(len(self.streams))
         metrics.write_failures.set(self.streams.failures)
+        failure, self.streams.failure = self.streams.failure, None
+        if failure is not None and time.monotonic() - self._told > TOLD:
+            self._told = time.monotonic()
+            log("states cannot be written", failures=self.streams.failures, error=f"{type(failure).__name__}: {failure}")
         latest = [stream.history[-1] for stream in known if stream.history]
         harms = [each["harm"] for each in latest if each["harm"] is not None]
         accuracies = [each["accuracy"] for each in latest if each["accuracy"] is not None]

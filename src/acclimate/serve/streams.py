@@ -1,8 +1,8 @@
 """Streams: many adapted states over one model.
 
 An adapter holds the state of one stream at a time. The states of some others are in memory, and those of the rest in files,
-from which they come back bit for bit. All functions but `Stream.summary`, `has` and `owner` belong to the thread that owns
-the adapter.
+from which they come back bit for bit. All functions but `Stream.summary`, `len`, `has` and `owner` belong to the thread that
+owns the adapter.
 
 If several servers share a folder, a stream belongs to the one that took it over last, whose name is in a file beside the
 state. A server looks there before it uses or writes a state, and drops what it has of a stream that is no longer its own.
@@ -11,6 +11,7 @@ state. A server looks there before it uses or writes a state, and drops what it 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import socket
 import time
@@ -48,7 +49,7 @@ class Stream:
         self.tensors: Mapping[str, Tensor] | None = None
         self.snapshot: Mapping[str, Tensor] | None = None
         self.frozen = False
-        self.record: Record | None = None
+        self.steps = 0
         self.images = self.learned = self.skipped = 0
         self.used = time.time()
         self.changed: float | None = None  # when the oldest change happened that is not in the file yet
@@ -63,14 +64,14 @@ class Stream:
         if not learned or record is None:
             self.skipped += images
             return
-        self.record = record
+        self.steps = record.step
         self.learned += record.used
         self.changed = self.changed or self.used
         if record.event is not None:
             self.events.append(f"step {record.step}: {record.event}")
         self.history.append(
             {
-                "entropy": record.entropy,
+                "entropy": record.entropy if math.isfinite(record.entropy) else None,
                 "drift": record.drift,
                 "accuracy": record.estimated_accuracy,
                 "harm": None if record.harm is None else record.harm.estimate,
@@ -82,14 +83,13 @@ class Stream:
 
     def summary(self) -> dict[str, Any]:
         """Return what the live page shows of the stream."""
-        record = self.record
         return {
             "name": self.name,
             "frozen": self.frozen,
             "images": self.images,
             "learned": self.learned,
             "skipped": self.skipped,
-            "steps": 0 if record is None else record.step,
+            "steps": self.steps,
             "events": list(self.events),
             "history": list(self.history),
         }
@@ -130,13 +130,14 @@ class Streams:
         self.known: OrderedDict[str, Stream] = OrderedDict()  # those in memory, the least recently used first
         self._files = set(self._found())
         self.failures = 0  # of writes, which are then repeated
+        self.failure: BaseException | None = None  # the latest of them, until somebody has told it
         self._current: Stream | None = None
         self._header = adapter.header()
         self._bytes = sum(tensor.nbytes for tensor in adapter.state_dict().values())
         self._writer = ThreadPoolExecutor(1, "state-writer")
 
     def __len__(self) -> int:
-        return len(self._files | {self._file(name) for name in self.known})
+        return len(self._files | {self._file(name) for name in list(self.known)})  # which other threads may call
 
     def get(self, name: str) -> Stream:
         """Return a stream, whose state the adapter then has."""
@@ -153,6 +154,7 @@ class Streams:
             else:
                 self.adapter.resume(f"The file of the stream {name!r}", *read)
                 stream.frozen = read[1].get("note") == "frozen"
+                stream.steps = int(self.adapter.steps)
             self.known[name] = self._current = stream
         elif stream is not self._current:
             tensors = stream.tensors
@@ -164,8 +166,8 @@ class Streams:
         for other in [*self.known.values()][: max(0, len(self.known) - self.resident)]:
             try:
                 self._evict(other)
-            except (OSError, StateError):  # for example a full disk: it stays in memory until it can be written
-                self._note_failure(other)
+            except (OSError, StateError) as error:  # for example a full disk: it stays in memory until it can be written
+                self._note_failure(other, error)
         return stream
 
     def _require_room(self, name: str) -> None:
@@ -190,9 +192,9 @@ class Streams:
         self._flush(stream)
         self._forget(stream)
 
-    def _note_failure(self, stream: Stream) -> None:
+    def _note_failure(self, stream: Stream, error: BaseException) -> None:
         """Let the state of a stream that could not be written be written again, after a while."""
-        self.failures += 1
+        self.failures, self.failure = self.failures + 1, error
         stream.write, stream.changed = None, time.time()
 
     def _forget(self, stream: Stream) -> None:
@@ -254,7 +256,7 @@ class Streams:
         """Return a stream to the source model."""
         stream = self.get(name)
         self.adapter.reset()
-        stream.changed = stream.changed or time.time()
+        self._note_change(stream)
 
     def take_snapshot(self, name: str) -> None:
         """Remember the state of a stream for `rollback`, as long as the stream is in memory."""
@@ -266,6 +268,12 @@ class Streams:
         if stream.snapshot is None:
             raise StateError(f"The stream {name!r} has no snapshot in memory to roll back to.")
         self.adapter.load_state_dict(stream.snapshot)
+        self._note_change(stream)
+
+    def _note_change(self, stream: Stream) -> None:
+        """Note that the adapter has got another state of a stream, about which nothing is known yet."""
+        stream.steps = int(self.adapter.steps)
+        stream.history.clear()
         stream.changed = stream.changed or time.time()
 
     def freeze(self, name: str, frozen: bool) -> None:
@@ -284,7 +292,7 @@ class Streams:
             if new:
                 self.remove(name)
             raise
-        stream.changed = time.time()
+        self._note_change(stream)
 
     def content(self, name: str) -> bytes:
         """Return the content of a state file of the stream as it is now."""
@@ -299,8 +307,9 @@ class Streams:
         """Begin to write the states that have been changed for long enough, and remove streams that are too old."""
         for stream in list(self.known.values()):
             if stream.write is not None and stream.write.done():
-                if stream.write.exception() is not None:
-                    self._note_failure(stream)
+                error = stream.write.exception()
+                if error is not None:
+                    self._note_failure(stream, error)
                 stream.write = None
             now = time.time()
             if stream.write is None and stream.changed is not None and now - stream.changed >= self.interval:
