@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import acclimate
-from acclimate.core.recentre import GROUP, WINDOW, Recentring, form_of
+from acclimate.core.recentre import BLOCK, GROUP, WINDOW, Recentring, form_of
 from acclimate.errors import ConfigError, ModelError
 from acclimate.models.families import view_of
 from acclimate.testing.check import CHECKS, SIZES, Case, assert_identical, tiny_batches, tiny_model
@@ -114,7 +114,7 @@ def test_a_stream_of_one_class_that_resembles_others_keeps_its_class():
     information, doubt = (float(x / centre.order.images) for x in (centre.order.information, centre.order.doubt))
     assert information > 0.25 and doubt < 0.25  # as much information as predictions of many classes may contain
     assert centre.order.share() == 1
-    right = ((features - centre.displacement(features)) @ weight.T).argmax(-1) == 3
+    right = ((features - centre.displacement(features, weight)) @ weight.T).argmax(-1) == 3
     assert float(right.double().mean()) > 0.95
 
 
@@ -123,7 +123,7 @@ def test_the_first_image_of_a_stream_is_predicted():
     centre, weight = recentring("order")
     image = features_of(torch.tensor([3]), weight)
     observe(centre, image, weight)
-    predicted = (image - centre.displacement(image)) @ weight.T
+    predicted = (image - centre.displacement(image, weight)) @ weight.T
     assert predicted.argmax() == 3 and float(predicted.softmax(-1).max()) > 0.9
 
 
@@ -141,12 +141,99 @@ def test_fog_after_clear_images_is_not_taken_for_one_class():
 
 def test_an_image_is_displaced_by_its_own_part_of_the_centre():
     for form in FORMS:
-        centre, _ = recentring(form)
+        centre, weight = recentring(form)
         centre.centre.copy_(torch.arange(8.0))
-        along = torch.tensor([-1.0, 0.0, 0.4, 1.5, 7.0])[:, None] * centre.centre
+        along = torch.tensor([-1.0, 0.0, 0.4, 2.0, 7.0])[:, None] * centre.centre
         across = torch.tensor([3.0, 0, 0, 0, 0, 0, 0, 0])
-        expected = torch.tensor([0.0, 0.0, 0.4, 1.5, 1.5] if form == "order" else [1.0] * 5)[:, None] * centre.centre
-        assert_exact(centre.displacement(along + across), expected)
+        expected = torch.tensor([0.0, 0.0, 0.4, 2.0, 2.0] if form == "order" else [1.0] * 5)[:, None] * centre.centre
+        assert_exact(centre.displacement(along + across, weight), expected)
+
+
+def test_what_is_due_to_the_class_of_an_image_is_no_displacement():
+    """All images are displaced in the direction in which two classes differ."""
+    weight = torch.eye(2, 8).double() - torch.eye(2, 8).double().flip(0)
+    labels, shift = torch.arange(256) % 2, torch.zeros(8).double()
+    shift[0], shift[5] = 1.0, 0.5
+    centre, _ = recentring("order", classes=2)
+    features = features_of(labels, weight, shift, noise=0.1)
+    observe(centre, features, weight)
+    displacement = centre.displacement(features, weight)
+    assert torch.allclose(displacement, centre.centre.expand_as(features), atol=0.3)
+    own = (features @ centre.centre / centre.centre.square().sum()).clamp(0, 2)[:, None] * centre.centre
+    assert (own - centre.centre).norm(dim=1).min() > 1  # with the part of the class, no displacement was right
+
+
+def shares_kept(centre, features, weight, size):
+    """Return what the centre kept of the earlier images at each batch."""
+    found = []
+    for part in features.split(size):
+        observe(centre, part, weight, size)
+        found.append(centre.kept)
+    return found
+
+
+@pytest.mark.parametrize("met", [128, 800])
+@pytest.mark.parametrize("size", [1, 16, 32, 64, 100])
+def test_a_centre_forgets_another_domain_after_a_block(size, met):
+    generator = torch.Generator().manual_seed(0)
+    shifts = 2 * torch.randn(2, 8, generator=generator).double()
+    labels = torch.randint(10, (2, 800), generator=generator)
+    centre, weight = recentring("order")
+    one, other = (features_of(each, weight, shift, seed=i) for i, (each, shift) in enumerate(zip(labels, shifts)))
+    assert set(shares_kept(centre, one[:met], weight, size)) == {1.0}
+    first = 2 * max(BLOCK, size)  # a block may have begun before the change
+    assert min(shares_kept(centre, other[:first], weight, size)) < 0.2
+    fresh, _ = recentring("order")
+    observe(fresh, other[:first], weight, size)
+    assert (centre.mean - fresh.mean).norm() < 0.25 * (shifts[0] - shifts[1]).norm()
+    assert (centre.prediction - fresh.prediction).abs().max() < 0.1
+    assert set(shares_kept(centre, other[first:], weight, size)) == {1.0}
+
+
+def test_a_block_is_the_same_however_it_is_cut_into_batches():
+    """What is kept, and the mean after a change, depend on the images alone, apart from the age within the block."""
+    kept, means = [], []
+    for size in (1, 8, 48):
+        centre, weight = recentring("order")
+        centre.window = 1e9
+        images = torch.cat([features_of(torch.arange(480) * 7 % 10, weight, shift) for shift in (0.0, 2.0)])
+        kept.append([share for share in shares_kept(centre, images, weight, size) if share < 1])
+        means.append(centre.mean.clone())
+    assert len(kept[0]) == 1
+    for share, mean in zip(kept[1:], means[1:]):
+        assert_exact(share[0], kept[0][0])
+        assert_exact(mean, means[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_another_class_is_not_taken_for_another_domain(form):
+    """In a stream that is sorted by class, the mean of a batch says nothing about the domain."""
+    centre, weight = recentring(form)
+    labels = torch.arange(10).repeat_interleave(128)
+    assert set(shares_kept(centre, features_of(labels, weight, 0.5), weight, 64)) == {1.0}
+
+
+def test_few_images_do_not_show_another_domain():
+    centre, weight = recentring("order")
+    observe(centre, features_of(torch.arange(256) % 10, weight), weight)
+    observe(centre, features_of(torch.arange(BLOCK - 1) % 10, weight, shift=50.0), weight)
+    assert centre.kept == 1.0
+
+
+def test_images_that_all_look_alike_say_little_about_the_classes_of_a_stream():
+    """Noise is predicted as one class for sure. It does not hide the doubt and the information of the images after it."""
+    generator = torch.Generator().manual_seed(0)
+    many = torch.randn(2 * GROUP, 10, generator=generator).double()
+    after, alone = (recentring("order")[0].order for _ in range(2))
+    sure = 9.0 * torch.eye(10)[:1].expand(GROUP, 10).double()
+    for _ in range(8):
+        after.add(sure + 1e-3 * many[:GROUP], 0 * sure, sure)
+    assert after.share() == 1
+    for order in (after, alone):
+        order.add(many, 2 * many, many)
+    for name in ("information", "doubt"):
+        known, expected = (float(getattr(order, name) / order.within) for order in (after, alone))
+        assert known == pytest.approx(expected, abs=1e-4) and expected > 0.25
 
 
 @pytest.mark.parametrize("form", FORMS)

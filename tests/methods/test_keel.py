@@ -53,7 +53,7 @@ def test_a_step_has_the_direction_of_the_weighted_entropy():
     names = [name.removeprefix("model/") for name in adapter.engine.adapted.named]
     parameters = [model.get_parameter(name) for name in names]
     features = view.features(images)[0]
-    logits = (features - adapter.recentring.displacement(features)) @ view.head.weight.T + view.head.bias
+    logits = (features - adapter.recentring.displacement(features, view.head.weight)) @ view.head.weight.T + view.head.bias
     h = entropy(logits)
     kept = h < 1.5
     loss = ((1.5 - h.detach()).exp() * h)[kept].mean()
@@ -90,3 +90,21 @@ def test_it_costs_no_more_passes_than_tent():
         adapter(images)
         assert adapter.engine.passes.backward - before[1] <= 6
     assert adapter.engine.passes.forward - before[0] <= 6 + 3  # kept samples may be passed again if they are few
+
+
+def test_parameters_return_to_the_source_when_the_domain_changes():
+    """They do so even if no sample of the new domain is reliable."""
+    adapter = keel(rho=0.0, anchor=0.0, margin=1e-9)
+    with torch.no_grad():
+        for p in adapter.engine.adapted.tensors:
+            p.add_(1.0)
+    images = double_batches(1, 64)[0]
+    for _ in range(3):
+        adapter(images)
+    assert adapter.recentring.kept == 1.0 and not adapter.record.used
+    for change in moved(adapter):
+        assert_exact(change, torch.ones_like(change))
+    adapter(3 - 3 * images)
+    assert adapter.recentring.kept < 0.5 and not adapter.record.used
+    for change in moved(adapter):
+        assert_exact(change, torch.full_like(change, adapter.recentring.kept))

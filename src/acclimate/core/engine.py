@@ -244,7 +244,9 @@ class Engine:
 
     def centred(self, features: Tensor) -> Tensor:
         """Return features, as they enter the head, without their displacement, if the adapter has recentring."""
-        return features if self.recentring is None else features - self.recentring.displacement(features)
+        if self.recentring is None:
+            return features
+        return features - self.recentring.displacement(features, self._rows().detach())
 
     def classify(self, features: Tensor) -> Tensor:
         """Return the logits of the target's classes for features of any floating-point type.
@@ -279,7 +281,7 @@ class Engine:
     def _moved_by(self, features: Tensor, recentring: Recentring, logits: Tensor) -> Tensor:
         """Return by how much recentring changes the logits of images with these features."""
         rows = self._rows().to(logits.dtype)
-        return recentring.displacement(features.to(logits.dtype)) @ rows.T
+        return recentring.displacement(features.to(logits.dtype), rows.detach()) @ rows.T
 
     def _rows(self) -> Tensor:
         """Return the rows of the head of the target's classes."""

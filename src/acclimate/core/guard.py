@@ -260,7 +260,7 @@ class Guard(nn.Module):
             return logits.to(self.adapted).softmax(-1)
         logits, features, rows = (tensor.to(self.judge.centre) for tensor in (logits, features, rows))
         self.judge.observe(features, logits, rows)
-        return (logits - self.judge.displacement(features) @ rows.T).to(self.adapted).softmax(-1)
+        return (logits - self.judge.displacement(features, rows) @ rows.T).to(self.adapted).softmax(-1)
 
     @property
     def estimated_accuracy(self) -> float | None:

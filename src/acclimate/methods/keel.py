@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..core.engine import Engine, GradientResult, entropy
-from ..core.method import Setup
+from ..core.method import Setup, Step
 from ..core.parameters import global_norm
 from ..core.registry import register
 from ..errors import require_between
@@ -28,12 +28,13 @@ class Keel(ETA):
     is minimised over all norms. The length of a step does not depend on the gradient, which is a thousand times longer for
     one model and shift than for another: a step is `rho` times the norm of the parameters, times the root of the share of
     samples that it learns from, and shorter if the mean entropy of the batch is below the margin: a model that is sure has
-    little to learn. With each step the parameters return a small part of their way to the source. The method costs one
-    forward pass of each image, and a backward pass of the samples that it keeps. It needs only the batch.
+    little to learn. With each batch the parameters return a small part of their way to the source, and most of it if
+    recentring sees that the domain has changed. The method costs one forward pass of each image, and a backward pass of the
+    samples that it keeps. It needs only the batch.
 
         z = logits of centred features;  g = gradient of the loss of `eta`,  learned from n of B samples
         length = rho |w0| sqrt(n / B) min(1, mean of H(z) / margin),  where w0 are the source parameters
-        w <- w + (1 - (1 - anchor)^(B / 64)) (w0 - w)
+        w <- w + (1 - k (1 - anchor)^(B / 64)) (w0 - w),  where k is what recentring keeps of the stream, as a rule 1
         w <- step of SGD with the gradient g length / |g| and the learning rate B / 64
 
     Args:
@@ -87,8 +88,15 @@ class Keel(ETA):
         """Return the similarity from which on a sample is redundant."""
         return self.redundancy / math.sqrt(engine.num_classes)
 
+    def learn(self, result: GradientResult, engine: Engine, average: Tensor | None) -> Step:
+        """Move the parameters a part of their way to the source, and then make the step of ETA."""
+        batch = self.batch_size or int(engine.batch_size)
+        kept = 1.0 if engine.recentring is None else engine.recentring.kept
+        engine.adapted.approach_source(1 - kept * (1 - self.anchor) ** (batch / 64))
+        return super().learn(result, engine, average)
+
     def regularise(self, result: GradientResult, engine: Engine) -> float:
-        """Give the gradient the length of a step, and move the parameters a small part of their way to the source."""
+        """Give the gradient the length of a step."""
         batch = self.batch_size or int(engine.batch_size)
         norm = engine.adapted.gradient_norm()
         if norm > 0:
@@ -96,5 +104,4 @@ class Keel(ETA):
             doubt = float(entropy(engine.ranks.gather(result.logits)).mean())
             share = math.sqrt(min(1.0, result.used / batch)) * min(1.0, doubt / margin)
             engine.adapted.amend_gradient(times=self.rho * self._length * share / norm)
-        engine.adapted.approach_source(1 - (1 - self.anchor) ** (batch / 64))
         return 0.0
