@@ -434,3 +434,25 @@ def test_the_guard_never_compares_the_authors_code(batches):
         watched(images), reference(images)
     assert float(watched.guard.compared) > 0 and watched.record.estimated_accuracy is not None
     assert float(reference.guard.compared) == 0 and reference.record.estimated_accuracy is None
+
+
+@pytest.mark.parametrize("method", ["tent", "keel", "cotta"])
+def test_a_batch_of_images_of_a_single_colour_changes_nothing(method):
+    """A covered camera shows such images. A method that learns from them forgets its classes."""
+    black, grey = torch.zeros(16, 3, 32, 32), torch.full((16, 3, 32, 32), 0.5)
+    model = acclimate.adapt(tiny_model(), method, mean=0.5, std=0.5)
+    model(BATCHES[0])
+    before = without_guard(model.state_dict())
+    for images in (black, grey):
+        assert model(images).shape == (16, tiny_model().num_classes)
+        assert model.record.event == "skipped: every image is of a single colour" and model.record.used == 0
+    assert_identical(without_guard(model.state_dict()), before, "state")
+    grey[3, 0, 2, 5] = 1.0
+    model(grey)
+    assert model.record.event is None and int(model.state_dict()["steps"]) == 4
+
+
+def test_without_a_guard_images_of_a_single_colour_are_learned_from():
+    model = acclimate.adapt(tiny_model(), "tent", guard=None)
+    model(torch.zeros(16, 3, 32, 32))
+    assert model.record.event is None and model.record.used == 16

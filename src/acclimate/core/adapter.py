@@ -451,10 +451,17 @@ class Adapter(nn.Module):
                 reply.send(unadapted.logits)
             elif reply is not None:
                 reply.images, self.engine.reply = images, reply
-            step, logits = self._step(images, samples)
+            blank = self._is_watched and self._is_blank(images)
+            if blank:
+                step = Step(self._predict(images), event="skipped: every image is of a single colour")
+                logits = self.engine.ranks.gather(step.logits)
+            else:
+                step, logits = self._step(images, samples)
             state.steps += 1
             drift = adapted.drift()
-            if logits.isfinite().all():
+            if blank:
+                event = step.event
+            elif logits.isfinite().all():
                 event = self._watch(images, step, drift, unadapted) or step.event
             else:
                 event = step.event or "the logits are not finite"
@@ -477,6 +484,12 @@ class Adapter(nn.Module):
                 reply.end(step.logits)
                 self._ahead = state.capture()
             return step.logits
+
+    def _is_blank(self, images: Tensor) -> bool:
+        """Return whether every image of the whole batch is of a single colour, as those of a covered camera are."""
+        pixels = images.flatten(-2).flatten(1, -2)
+        varied = (pixels.amax(-1) > pixels.amin(-1)).any(-1)
+        return not bool(self.engine.ranks.gather(varied.float()).any())
 
     def _step(self, images: Tensor, samples: int) -> tuple[Step, Tensor]:
         """Make a step, and return it with the logits of the whole batch.
