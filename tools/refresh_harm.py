@@ -1,6 +1,7 @@
 """Measure the harm of adaptation on hostile streams, and put the tables into docs/harm.md.
 
-    python tools/refresh_harm.py [--methods tent,keel] [--images 512] [--jobs 2 --threads 1]
+    python tools/refresh_harm.py [--methods tent,keel] [--rates own,tuned] [--images 1024] [--table harm]
+        [--jobs 2 --threads 1]
 
 The bundled model meets clean images, fog and frost of severity 5 with CIFAR-10-C's constants. Runs are kept in
 runs/harm: an interrupted table goes on where it was. The text around the tables is written by hand.
@@ -33,6 +34,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="of each process; default: torch's")
     parser.add_argument("--runs", type=Path, default=Path("runs/harm"))
+    parser.add_argument("--table", default="harm", help="name of the marks on the page; default: %(default)s")
     parser.add_argument("--page", type=Path, default=PAGE, help="default: docs/harm.md")
     options = parser.parse_args()
     if options.threads:
@@ -45,7 +47,7 @@ def main() -> None:
         store=Store(options.runs),
         console=Console(stderr=True),
     )
-    replace(options.page, "harm", harm_markdown(cells))
+    replace(options.page, options.table, harm_markdown(cells))
 
 
 if __name__ == "__main__":

@@ -45,6 +45,13 @@ def test_a_run_without_an_alarm_is_not_changed_by_the_guard(cells):
     assert calm and all(cell.guarded.points == cell.unguarded.points for cell in calm)
 
 
+def test_the_second_half_is_that_of_the_images_that_show_something(cells):
+    junk = next(c for c in cells if (c.method, c.rate, c.stream) == ("tent", "100x", "noise first"))
+    mixed = next(c for c in cells if (c.method, c.rate, c.stream) == ("tent", "own", "shuffled fog/5"))
+    assert junk.late.interval > junk.guarded.interval  # of half as many images
+    assert mixed.late.points == mixed.guarded.points == 0.0
+
+
 def test_a_hundredfold_rate_does_harm_and_the_guard_undoes_most_of_it(cells):
     without, guarded = summaries(cells)["tent", "100x"]
     assert without.worst < -5

@@ -162,6 +162,20 @@ def test_the_page_gets_the_output_of_the_bench_and_the_readme_its_picture(tmp_pa
     assert (tmp_path / "stream.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_long_stream_has_an_accuracy_in_each_part(monkeypatch, capsys):
+    options = ["--rounds", 2, "--images", 3, "--long", 40, "--threads", 1, "--methods", "source,keel"]
+    call(tool("long_streams"), monkeypatch, *options)
+    rounds, long = capsys.readouterr().out.split("\n\n40 images under frost")
+    assert "| method | 1 | 2 |" in rounds and f"| {' | '.join(map(str, range(1, 11)))} |" in long
+    for table, right in ((rounds, 45), (long, 4)):
+        values = [
+            line.strip("| ").split(" | ")[1:] for line in table.splitlines() if line.startswith(("| source", "| keel"))
+        ]
+        assert len(values) == 2 and all(len(row) == len(values[0]) for row in values)
+        for value in map(float, values[0]):
+            assert value == pytest.approx(100 * round(value * right / 100) / right, abs=0.06)  # a count of so many images
+
+
 def test_the_photographs_are_optional(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="skipped"):
         call(tool("try_imagenet_tiny"), monkeypatch, "--assets", tmp_path)
@@ -178,8 +192,21 @@ def test_the_check_on_photographs_writes_its_table(tmp_path, monkeypatch, capsys
         for i in range(3):
             Image.fromarray(rng.integers(0, 256, (248, 248, 3), np.uint8)).save(tmp_path / "nips17" / "images" / f"{i}.png")
             rows.writerow([f"images/{i}.png", i])
-    options = ["--corruptions", "fog,contrast", "--severities", "3", "--methods", "source", "--runs", tmp_path / "runs"]
-    call(script, monkeypatch, "--assets", tmp_path, *options)
-    assert "| method | fog | contr | mean |" in capsys.readouterr().out
+    options = ["--corruptions", "fog,contrast", "--severities", "3", "--methods", "source,neo", "--runs", tmp_path / "runs"]
+    call(script, monkeypatch, "--assets", tmp_path, *options, "--against", "neo")
+    shown = capsys.readouterr().out
+    assert "| method | fog | contr | mean |" in shown and "\nneo above source: " in shown
     specs = [json.loads(path.read_text())["spec"] for path in (tmp_path / "runs").glob("*/result.json")]
-    assert [spec["preprocessing"][0]["corruption constants"] for spec in specs] == ["imagenet-c"] * 2
+    assert [spec["preprocessing"][0]["corruption constants"] for spec in specs] == ["imagenet-c"] * 4
+
+
+def test_false_alarms_are_counted_once_for_each_stream(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(TOOLS)
+    options = ["--streams", 2, "--images", 70, "--threads", 1, "--runs", tmp_path]
+    call(tool("false_alarms"), monkeypatch, *options)
+    files = {path: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    assert len(files) == 2 and all(not each["alarms"] for each in files.values())
+    path, each = files.popitem()
+    path.write_text(json.dumps(each | {"alarms": ["slower: x", "resting: y"]}))
+    call(tool("false_alarms"), monkeypatch, *options)
+    assert "keel, 2 streams of 70 images: 1 with an alarm" in capsys.readouterr().out

@@ -42,6 +42,7 @@ class HarmCell:
     source: float  # accuracy of the unadapted model, in per cent
     unguarded: Difference
     guarded: Difference
+    late: Difference  # with the guard, in the second half of the images that show something
     estimated: float | None  # difference that the guard estimates without labels
     alarms: int
 
@@ -106,6 +107,7 @@ def measure_harm(
                         100 * _accuracy(source),
                         _difference(one, source),
                         _difference(other, source),
+                        _difference(other, source, late=True),
                         None if other.estimated_harm is None else -100 * other.estimated_harm,
                         len(other.events),
                     )
@@ -166,8 +168,9 @@ def _accuracy(result: Result) -> float:
     return right / met
 
 
-def _difference(mine: Result, source: Result) -> Difference:
-    return paired_difference(list(zip(_counts(mine), _counts(source))))
+def _difference(mine: Result, source: Result, *, late: bool = False) -> Difference:
+    halves = slice(1 if late else 0, None)
+    return paired_difference([(one[halves], other[halves]) for one, other in zip(_counts(mine), _counts(source))])
 
 
 @dataclass(frozen=True)
