@@ -29,7 +29,7 @@ from acclimate.evaluation.spec import Protocol
 from acclimate.evaluation.tables import Grid, Summary
 from acclimate.models.families import view_of
 
-IMAGES = {"normal": 256, "label-shift": 128, "bs1": 32, "mixed": 64, "continual": 64}  # of each corruption
+IMAGES = {"normal": 256, "label-shift": 128, "bs1": 32, "mixed": 128, "continual": 128}  # of each corruption
 COSTLY = {"memo": 10, "dda": 10}  # of each corruption so many, in the first setting alone
 SINGLE: dict[str, dict[str, Any]] = {"roid": {"window": 16}, "cmf": {"window": 16}}  # options for single images
 NEVER_SINGLE = {"actmad", "foa"}  # refuse them

@@ -5,8 +5,9 @@
 DIR holds `vit_tiny_patch16_224.in1k.safetensors` (a state dict of timm's `vit_tiny_patch16_224` for ImageNet-1k, normalised
 with 0.5) and `nips17/` with 1000 labelled photographs. Every method runs with its own defaults, from the source model for
 each corruption, on the same photographs in the same order, in batches of 64. Finished runs are kept in runs/imagenet-tiny,
-so that an interrupted table goes on where it was. The tables are printed as Markdown. A cell of 1000 images has a standard
-error of up to 1.6 points; as all cells show the same photographs, that of a mean is not much smaller.
+so that an interrupted table goes on where it was. The tables are printed as Markdown, each with the differences between the
+row of --against and every other one over all corruptions, paired by photograph. A cell of 1000 images has a standard error
+of up to 1.6 points; as all cells show the same photographs, that of a mean is not much smaller.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from acclimate.data.streams import Stream
 from acclimate.evaluation.formats import markdown, terminal
 from acclimate.evaluation.grid import run_grid
 from acclimate.evaluation.store import Store
-from acclimate.evaluation.tables import Grid
+from acclimate.evaluation.tables import Grid, Summary
 from acclimate.evaluation.testbed import open_testbed
 
 WEIGHTS = "vit_tiny_patch16_224.in1k.safetensors"
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--severities", default="5,3", help="default: %(default)s")
     parser.add_argument("--corruptions", default=",".join(CORRUPTIONS), help="default: all 15")
     parser.add_argument("--methods", type=words, default="source,tent,sar,dct,eta,neo,keel", help="default: %(default)s")
+    parser.add_argument("--against", default="keel", help="row that is compared with every other one; default: %(default)s")
     parser.add_argument("--images", type=int, help="number of photographs, always the same ones; default: all")
     parser.add_argument("--runs", type=Path, default=Path("runs/imagenet-tiny"))
     options = parser.parse_args()
@@ -71,6 +73,18 @@ def main() -> None:
         grid = Grid(outcomes)
         console.print(terminal(grid, f"Top-1 in %, severity {severity}, {len(domains[0].labels)} photographs"))
         print(markdown(grid))
+        print("\n".join(compared(grid, options.against)))
+
+
+def compared(grid: Grid, name: str) -> list[str]:
+    """Lines with the difference between the mean of one row and that of every other."""
+    return [
+        f"{name} above {grid.label(other)}: {grid.difference(row, other, Summary.MEAN)}"
+        for row in grid.rows
+        if grid.label(row) == name
+        for other in grid.rows
+        if other != row
+    ]
 
 
 def photographs(folder: Path) -> Images:
