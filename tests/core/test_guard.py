@@ -377,6 +377,31 @@ def test_more_images_are_compared_when_there_is_suspicion():
     assert sum(map(len, guard.selections(64))) == 64
 
 
+def test_a_method_with_more_passes_is_compared_more():
+    guard = Guard(share=1 / 16)
+    guard.seen.fill_(NEW)
+    assert sum(map(len, guard.selections(1024, 4.0))) == 1024 // 4
+    assert sum(map(len, guard.selections(1024, 1.0))) == 1024 // 16
+    for passes in NEW * (1.0, 1.0, 1.0, 17.0):  # as with windows of single images
+        list(guard.selections(1, passes))
+    assert float(guard.passes) == pytest.approx(5, rel=0.1)
+    guard = Guard(share=0.5)
+    guard.seen.fill_(NEW)
+    assert sum(map(len, guard.selections(64, 100.0))) == 64
+
+
+def test_the_guard_knows_the_passes_of_a_step():
+    def passes(method, **options):
+        model = acclimate.adapt(tiny_model(), method, **options)
+        model(BATCHES[0])
+        return float(model.guard.passes)
+
+    assert passes("neo") == 1
+    assert passes("tent") == 2
+    assert passes("sar", margin=100.0) == 4
+    assert passes("sar", margin=1e-6) == passes("eta", margin=1e-6) == 1
+
+
 def test_the_interval_of_the_harm_gets_narrower():
     guard = Guard()
     guard.attach(acclimate.core.wrapping.view_of(tiny_model()), 10)

@@ -45,7 +45,7 @@ JUDGE_WINDOW = 128  # the same for the centre of the judge
 PRIOR = 2.0  # predictions, spread over all classes, that are known of a model at first
 SURE = 0.95  # probability from which on a prediction of the unadapted model is sure
 RARE = 0.01  # share of sure predictions that the adapted model may contradict
-WORSE = 0.005  # loss of estimated accuracy that is no harm
+WORSE = 0.002  # loss of estimated accuracy that is no harm
 DOUBTFUL = 0.1  # the same for each image on which the models differ, because the judge comes from the unadapted model
 UNIT = 0.65  # largest difference of two surprises that counts, as a share of ln C for C classes
 SUSPECT = 1.1  # evidence from which on more images are compared
@@ -87,8 +87,9 @@ class Guard(nn.Module):
     at first when the steps have their full length.
 
     Args:
-        share: The share of the images that the unadapted model predicts, too. In the first 256 images it is at least 1/4,
-            while a run is suspect at least 1/2, and on trial 1.
+        share: The passes of the unadapted model, as a share of the forward and backward passes that the method makes. Each
+            gives the predictions of one image. At least 1/4 of the first 256 images are predicted so, at least 1/2 while a
+            run is suspect, and all on trial.
         alarm: The bound a of the probability of a false alarm, which is at most a (1 + n / 1024) in n compared images. While
             steps are shorter, the bound is the root of a.
         tolerance: The loss of diversity that is no harm, as a share of 0.65 ln C nats for C classes.
@@ -100,7 +101,7 @@ class Guard(nn.Module):
     ranges: Mapping[str, Range] = {
         **dict.fromkeys(("seen", "since_alarm", "since_good", "alarms", "tried", "preferred"), COUNT),
         **dict.fromkeys(("compared", "differing", "adapted", "source", "squares"), (0, math.inf)),
-        **dict.fromkeys(("right_adapted", "right_source", "peak"), (0, math.inf)),
+        **dict.fromkeys(("right_adapted", "right_source", "peak", "passes"), (0, math.inf)),
         "level": (0, LEVELS),
     }
 
@@ -140,6 +141,7 @@ class Guard(nn.Module):
         self.level: Tensor  # alarms that have shortened the steps, and were not forgotten yet
         self.alarms: Tensor  # since the steps had their full length
         self.seen: Tensor  # images
+        self.passes: Tensor  # of an image in a step of the method, mean over the last images
         self.since_alarm: Tensor  # images since the last alarm, or since the last change of the level
         self.since_good: Tensor  # images since the last good state
         self.compared: Tensor  # weight of the compared images; older ones have less
@@ -153,7 +155,7 @@ class Guard(nn.Module):
             self.register_buffer(name, torch.tensor(False))
         for name in ("level", "alarms", "seen", "since_alarm", "since_good", "tried", "preferred"):
             self.register_buffer(name, torch.tensor(0))
-        for name in ("compared", "differing", "right_adapted", "right_source", "squares", "peak"):
+        for name in ("compared", "differing", "right_adapted", "right_source", "squares", "peak", "passes"):
             self.register_buffer(name, torch.tensor(0.0))
 
     @property
@@ -176,13 +178,18 @@ class Guard(nn.Module):
 
     # ---- comparison -------------------------------------------------------------------------------------------
 
-    def selections(self, count: int) -> Iterator[list[int]]:
+    def selections(self, count: int, passes: float = 1.0) -> Iterator[list[int]]:
         """Yield the images of the next batch to compare, and then further ones if the run is suspect after the first.
 
-        One image of each 1/share images is drawn at random. The draw depends only on how many images were seen. On trial,
-        all images are compared.
+        One image of each 1 / (share passes) images is drawn at random. The draw depends only on how many images were seen
+        and on the passes. On trial, all images are compared.
+
+        Args:
+            count: The number of images in the batch.
+            passes: The mean number of forward and backward passes of an image that the method has made in its step.
         """
         first = int(self.seen)
+        self.passes.lerp_(torch.full_like(self.passes, passes), 1 - math.exp(-count / WINDOW) if first else 1.0)
         self.seen += count
         self.since_alarm += count
         self.since_good += count
@@ -191,7 +198,7 @@ class Guard(nn.Module):
             self.preferred += count
             yield list(range(count))
             return
-        period = round(1 / self.share)
+        period = max(1, round(1 / (self.share * float(self.passes))))
         if first < NEW:
             period = min(period, NEW_PERIOD)
         if self.is_suspect:
