@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -108,6 +109,33 @@ def test_a_short_last_batch_replays(tmp_path, missing):
         entropies[1, 0, 1] += wrong
         path = write(tmp_path, "rem_bs1", {**weights, **x, **logits, **final, "trace/entropy": entropies})
         assert len(replay.replay(path).problems) == wrong
+
+
+def test_the_region_of_recap_may_be_in_another_unit(tmp_path):
+    recording = replay.Recording(GOLDEN / "recap_bs1.safetensors")
+    twice = {name: 2 * recording.hyper[name] for name in ("tau", "scale")}
+    path = write(tmp_path, "recap_bs1", recording.tensors, hyper=json.dumps({**recording.hyper, **twice}))
+    assert not replay.replay(path).problems
+
+
+def test_the_views_of_an_image_serve_all_its_iterations(tmp_path):
+    recording = replay.Recording(GOLDEN / "tent_normal.safetensors")
+    images, views = (recording.tensors[f"x/{t}"] for t in range(2))
+    tensors = {name: t for name, t in recording.tensors.items() if name.startswith("model/")}
+    for t in range(2):
+        model = recording.model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, weight_decay=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            mean = model(views[4 * t : 4 * t + 4]).log_softmax(-1).logsumexp(0) - math.log(4)
+            entropy(mean[None]).sum().backward()
+            optimizer.step()
+        x = images[t : t + 1].clone()
+        tensors |= {f"x/{t}": x, f"extra/views/{t}": views[4 * t : 4 * t + 4].clone(), f"logits/{t}": model(x).detach()}
+    tensors |= {f"final/{name}": p.detach() for name, p in model.named_parameters()}
+    hyper = {"lr": 0.001, "weight_decay": 0.01, "niter": 2, "n_views": 4, "leak_optimizer_state": False}
+    result = replay.replay(write(tmp_path, "tent_normal", tensors, method="MEMO", hyper=json.dumps(hyper)))
+    assert not result.problems, str(result)
 
 
 def altered(tmp_path, **metadata):

@@ -122,7 +122,6 @@ FIXED = {
     "class_moments": 1,
     "distance": "cosine",
     "episodic": False,
-    "scale": 0.1,
     "steps": 1,
     "topk": 1,
     "uncertainty_mass": COME_MASS,

@@ -77,7 +77,7 @@ def _memo(recording: Recording) -> Result:
 
         def augmented(self, image: Tensor, engine: Engine) -> Tensor:
             self.calls += 1
-            return recording.tensors[f"extra/views/{self.calls}"]
+            return recording.tensors[f"extra/views/{self.calls // self.iterations}"]  # all iterations use the same ones
 
     return run(recording, Recorded, lambda adapter: _determined(adapter, recording), trace_tolerance=1e-4)
 
