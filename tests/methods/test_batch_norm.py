@@ -137,12 +137,13 @@ def test_a_single_value_per_channel_has_no_statistics():
     assert acclimate.adapt(adapter.unwrap(), "norm")(tiny_batches(1, 1)[0]).isfinite().all()
 
 
+@pytest.mark.parametrize("reference", [False, True])
 @pytest.mark.parametrize(
     ("name", "left_out"), [("test_resnet", "layer4."), ("test_convnext", ("stages.3.", "head.")), ("resnet50", "layer4.")]
 )
-def test_sar_leaves_out_the_last_stage(name, left_out):
+def test_sar_leaves_out_the_last_stage(name, left_out, reference):
     """Its authors leave out layer4 of a ResNet. The norm of the stem adapts, and a norm after the last stage does not."""
-    adapter = acclimate.adapt(timm.create_model(name), "sar")
+    adapter = acclimate.adapt(timm.create_model(name), "sar", reference=reference)
     norms = {f"model/{path}." for path, m in adapter.model.named_modules() if m in adapter.engine.view.norms}
     adapted = {path.removesuffix("weight").removesuffix("bias") for path in adapter.engine.adapted.named}
     assert adapted == {path for path in norms if not path.removeprefix("model/").startswith(left_out)}

@@ -145,6 +145,17 @@ def test_a_run_is_the_one_of_the_paper(statistics, reweighted, reference):
         assert_exact(p, by_name[name.removeprefix("model/")], name)
 
 
+@pytest.mark.parametrize("reference", [False, True])
+def test_a_model_without_a_norm_after_the_last_block_adapts(reference):
+    """A ResNet, or a ViT whose last norm was removed."""
+    plain = tiny_model()
+    plain.norm = torch.nn.Identity()
+    for model in (tiny_model("resnet"), plain):
+        statistics = source_statistics(model, IMAGES, kinds=["logits"])
+        adapter = acclimate.adapt(model, "poem", source_statistics=statistics, delay=0, reference=reference)
+        assert adapter(IMAGES[:6]).isfinite().all() and adapter.record.drift > 0
+
+
 def test_nothing_is_learned_before_the_delay_but_the_bet(statistics):
     model = wrapped(statistics, delay=13)
     for count, images in enumerate(double_batches(3), start=1):

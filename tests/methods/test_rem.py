@@ -98,6 +98,13 @@ def test_the_loss_of_two_classes_by_hand():
     assert float(losses.detach()) == pytest.approx(expected) and kept.all()
 
 
+def test_entropies_that_are_equal_are_in_order():
+    """Two views have the same patches if they should differ by less than one. The ranking then has no gradient."""
+    easy, hard = (torch.tensor([[0.5, 0.3, 0.2]]).double().log().requires_grad_() for _ in range(2))
+    REM(ranking=2.0).ranked(easy, hard)[0].sum().backward()
+    assert easy.grad is None or not easy.grad.any()
+
+
 @pytest.mark.parametrize("options", [{}, {"views": 4, "margin": 0.2, "ranking": 0.5, "removed": 0.2}], ids=str)
 def test_a_run_is_the_one_of_the_paper(options):
     how = {"views": 3, "margin": 0.0, "ranking": 1.0, "removed": 0.1} | options

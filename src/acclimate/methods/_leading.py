@@ -64,10 +64,11 @@ class LeadingNorms(Method):
         self.batch_size = batch_size
         self.reference = reference
 
-    def adapted_blocks(self, depth: int) -> list[int]:
-        """Return the indices of the blocks whose parameters adapt."""
+    def adapted_blocks(self, depth: int, *, stages: bool = False) -> list[int]:
+        """Return the indices of the blocks, or stages, whose parameters adapt."""
         if self.blocks is None:
-            return [i for i in range(depth) if i not in REFERENCE_SKIP] if self.reference else list(leading_blocks(depth))
+            by_number = self.reference and not stages  # of the four stages of a ResNet, the released code leaves out layer4
+            return [i for i in range(depth) if i not in REFERENCE_SKIP] if by_number else list(leading_blocks(depth))
         chosen = range(self.blocks) if isinstance(self.blocks, int) else self.blocks
         if not chosen or not all(0 <= i < depth for i in chosen) or len(set(chosen)) < len(chosen):
             raise ConfigError(f"blocks={self.blocks!r}: choose from the {depth} blocks of this model, 0 to {depth - 1}.")
@@ -77,7 +78,8 @@ class LeadingNorms(Method):
         """Adapt the norms of the chosen blocks."""
         stages = view.stages
         self._layer_norms = view.kind_of_norm == "layer"
-        self._norms = parameters_of(norm for i in self.adapted_blocks(len(stages)) for norm in stages[i])
+        chosen = self.adapted_blocks(len(stages), stages=not view.blocks)
+        self._norms = parameters_of(norm for i in chosen for norm in stages[i])
         return self._norms
 
     def norm_lr(self, batch_size: int) -> float:
@@ -105,6 +107,6 @@ class LeadingNorms(Method):
 
 
 def final_norms(view: ModelView) -> list[nn.Module]:
-    """Return the norms between the last block and the head."""
+    """Return the norms between the last block and the head. A model without blocks has none."""
     norms = view.norms
-    return norms[norms.index(view.blocks[-1].norms[-1]) + 1 :]
+    return norms[norms.index(view.blocks[-1].norms[-1]) + 1 :] if view.blocks else []

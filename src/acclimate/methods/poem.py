@@ -113,7 +113,9 @@ class POEM(LeadingNorms):
         logits = setup.statistics_of("logits")["logits"]
         logits = logits if setup.classes is None else logits[:, setup.classes]
         self.source_entropies = constants([entropy(logits / self.temperature)], view)
-        adapted = [*super().attach(view, setup), *(parameters_of(final_norms(view)) if self.reference else ())]
+        adapted = list(super().attach(view, setup))
+        if self.reference and final_norms(view):
+            adapted += parameters_of(final_norms(view))
         self._norms = list(dict.fromkeys(adapted))
         return self._norms
 

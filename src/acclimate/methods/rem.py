@@ -116,5 +116,5 @@ class REM(LeadingNorms):
         for easy, hard in combinations(range(len(views)), 2):
             losses = losses - (views[easy].detach().softmax(-1) * views[hard].log_softmax(-1)).sum(-1)
             excess = entropies[easy] - entropies[hard].detach() + self.margin
-            losses = losses + self.ranking * excess.clamp(min=0)
+            losses = losses + self.ranking * excess.relu()  # no gradient at 0 in any version of torch
         return keep_all(losses)

@@ -12,7 +12,7 @@ from ...core.adapter import Adapter
 from ...core.engine import Engine
 from ...core.statistics import source_statistics
 from ...methods.deyo import DeYO, shuffle
-from ...methods.recap import MOST, ReCAP
+from ...methods.recap import MOST, SCALE, ReCAP
 from . import Recording, Result, replays, run
 
 
@@ -38,6 +38,8 @@ def _deyo(recording: Recording) -> Result:
 def _recap(recording: Recording) -> Result:
     """Replay ReCAP with the recorded variance of the source features."""
     extra, hyper = recording.group("extra/"), recording.hyper
+    if "scale" in hyper:
+        hyper["tau"] *= SCALE / hyper.pop("scale")
     variants = {"recap": "plain", "recap+plpd": "plpd", "recap, no filter and no weights": "tent"}
     statistics = source_statistics(recording.model(), recording.tensors["x/0"], kinds=["class_tokens"])
     spread = statistics.tensors["class_tokens/std"].clone()

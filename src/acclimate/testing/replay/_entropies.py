@@ -74,9 +74,9 @@ def _delta(recording: Recording) -> Result:
 
 def _shares(adapter: Adapter, logits: Tensor) -> dict[str, Any]:
     assert isinstance(adapter.method, DELTA)
-    return {"qhat": adapter.method.shares.tolist()}
+    return {"qhat": adapter.method.shares[: adapter.engine.num_classes].tolist()}
 
 
 def _average(adapter: Adapter, logits: Tensor) -> dict[str, Any]:
     assert isinstance(adapter.method, ETA)
-    return {"model_probs": adapter.method.average.tolist()}
+    return {"model_probs": adapter.method.average[: adapter.engine.num_classes].tolist()}
