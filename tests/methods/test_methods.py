@@ -164,7 +164,8 @@ def test_default_and_reference_skip_rules_of_24_blocks():
     for images in tiny_batches():
         reference(images)
     assert torch.equal(reference.method.generators["10"].weights["k"], before)
-    assert blocks(acclimate.adapt(deep(24), "sar", reference=True)) == [*range(9), *range(12, 21)]
+    for name in ("sar", "deyo", "rem"):
+        assert blocks(acclimate.adapt(deep(24), name, reference=True)) == [*range(9), *range(12, 24)]
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,6 @@ from ..core.method import RESNET_LR, Method, Setup, scaled_lr
 from ..errors import ConfigError, require_between, require_whole
 from ..models.view import ModelView, parameters_of
 
-# The blocks that the released code leaves out: the last three of 12 blocks, and of 24 blocks also blocks 9 to 11.
-REFERENCE_SKIP = {9, 10, 11, 21, 22, 23}
-
 
 def leading_blocks(depth: int) -> range:
     """Return the blocks without the last quarter, of which at most three are left out: 9 of 12, 21 of 24."""
@@ -42,6 +39,7 @@ class LeadingNorms(Method):
     """
 
     lr_at_64: ClassVar[float] = 0.001
+    reference_skip: ClassVar = {9, 10, 11}  # blocks that the released code leaves out, however many there are
     single_sample_lr_factor = 2
     _layer_norms = True
 
@@ -68,7 +66,7 @@ class LeadingNorms(Method):
         """Return the indices of the blocks, or stages, whose parameters adapt."""
         if self.blocks is None:
             by_number = self.reference and not stages  # of the four stages of a ResNet, the released code leaves out layer4
-            return [i for i in range(depth) if i not in REFERENCE_SKIP] if by_number else list(leading_blocks(depth))
+            return [i for i in range(depth) if i not in self.reference_skip] if by_number else list(leading_blocks(depth))
         chosen = range(self.blocks) if isinstance(self.blocks, int) else self.blocks
         if not chosen or not all(0 <= i < depth for i in chosen) or len(set(chosen)) < len(chosen):
             raise ConfigError(f"blocks={self.blocks!r}: choose from the {depth} blocks of this model, 0 to {depth - 1}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +113,7 @@ class DCT(SAR):
         loss: The loss, which is also compared with the margin: "entropy", or "come", the opinion entropy of COME (Zhang et
             al., ICLR 2025), whose mass of uncertainty is the number of classes.
         reference: Behave as the authors' released code, with the quirks of `SAR`. In a 24-block model, blocks 9 to 11 have
-            conditioners that stay at their random initial values.
+            conditioners that stay at their random initial values, and blocks 21 to 23 have none.
     """
 
     info = replace(
@@ -121,6 +122,7 @@ class DCT(SAR):
         adapts="norms and conditioner generators of all but the last blocks",
         requires=("norms", "attention", "class token"),
     )
+    reference_skip: ClassVar = SAR.reference_skip | {21, 22, 23}
     single_sample_lr_factor = 1
 
     def __init__(

@@ -50,8 +50,8 @@ class DeYO(LeadingNorms):
             ResNet or ConvNeXt the last one is left out.
         batch_size: Batch size for the default learning rate. By default it is that of each batch, and with reference=True
             that of the first batch.
-        reference: Behave as the authors' released code: the selection by name also leaves out blocks 9 to 11 of a 24-block
-            model.
+        reference: Behave as the authors' released code: the selection by name leaves out blocks 9 to 11 of a 24-block
+            model instead of the last three.
     """
 
     info = Info(

@@ -56,7 +56,7 @@ class POEM(LeadingNorms):
             that of the first batch.
         reference: Behave as the authors' released code: the norm after the last block also adapts, because the selection by
             name misses it; momentum moves the parameters when no sample is reliable; the margin counts all classes of the
-            head; and the selection also leaves out blocks 9 to 11 of a 24-block model.
+            head; and the selection leaves out blocks 9 to 11 of a 24-block model instead of the last three.
 
     Ours: with a subset of the classes, the entropies of the source images are those over the same subset.
     """

@@ -64,7 +64,7 @@ class ReCAP(Recovering):
             reference=True that of the first batch.
         reference: Behave as the authors' released code, quirks included: momentum moves the parameters when no sample
             counts, the moving average does not restart after a recovery, the margins count all classes of the head, and the
-            selection by name also leaves out blocks 9 to 11 of a 24-block model.
+            selection by name leaves out blocks 9 to 11 of a 24-block model instead of the last three.
 
     Ours: the authors publish the variance as a file and do not say how it was estimated; here it is that of the source
     statistics. With a subset of the classes, A is that of their rows. The default margins, weights and learning rates are

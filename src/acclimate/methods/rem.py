@@ -40,8 +40,8 @@ class REM(LeadingNorms):
         momentum: Decay of the first moment of Adam. That of the second moment is 0.999.
         blocks: Blocks that adapt: a number (the first blocks) or indices. By default all but the last quarter, of which at
             most three are left out (9 of 12, 21 of 24).
-        reference: Behave as the authors' released code: the selection by name also leaves out blocks 9 to 11 of a 24-block
-            model.
+        reference: Behave as the authors' released code: the selection by name leaves out blocks 9 to 11 of a 24-block
+            model instead of the last three.
     """
 
     info = Info(

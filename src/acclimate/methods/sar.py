@@ -47,8 +47,8 @@ class SAR(Recovering):
             al., ICLR 2025), whose mass of uncertainty is the number of classes.
         reference: Behave as the authors' released code, quirks included: momentum is kept in a recovery and moves the
             parameters when no sample is reliable, the moving average does not restart after a recovery, the margin counts
-            all classes of the head, and the selection by name also leaves out blocks 9 to 11 of a 24-block model. The mass
-            of uncertainty of COME is 1000.
+            all classes of the head, and the selection by name leaves out blocks 9 to 11 of a 24-block model instead of
+            the last three. The mass of uncertainty of COME is 1000.
     """
 
     info = Info(
