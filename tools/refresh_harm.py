@@ -1,10 +1,11 @@
 """Measure the harm of adaptation on hostile streams, and put the tables into docs/harm.md.
 
     python tools/refresh_harm.py [--methods tent,keel] [--rates own,tuned] [--images 1024] [--table harm]
-        [--jobs 2 --threads 1]
+        [--assets DIR] [--jobs 2 --threads 1]
 
-The bundled model meets clean images, fog and frost of severity 5 with CIFAR-10-C's constants. Runs are kept in
-runs/harm: an interrupted table goes on where it was. The text around the tables is written by hand.
+The bundled model, or with --assets the model and the photographs of try_imagenet_tiny.py, meets clean images, fog and frost
+of severity 5 (the bundled images with CIFAR-10-C's constants). Runs are kept in runs/harm: an interrupted table goes on
+where it was. The text around the tables is written by hand.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from compare_bundled import replace
 from rich.console import Console
+from try_imagenet_tiny import photographed
 
 from acclimate.data.catalog import Selection
 from acclimate.evaluation.grid import Execution
@@ -31,6 +33,7 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(METHODS), help="default: %(default)s")
     parser.add_argument("--rates", default=",".join(RATES), help="default: %(default)s")
     parser.add_argument("--images", type=int, default=IMAGES, help="of each domain; default: %(default)s")
+    parser.add_argument("--assets", type=Path, help="folder of the photographs and their model; default: bundled")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="of each process; default: torch's")
     parser.add_argument("--runs", type=Path, default=Path("runs/harm"))
@@ -39,8 +42,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
+    bundled = Selection(CORRUPTIONS, [5], images=options.images, constants="cifar-10-c")
     cells = measure_harm(
-        open_testbed(selection=Selection(CORRUPTIONS, [5], images=options.images, constants="cifar-10-c")),
+        photographed(options.assets, CORRUPTIONS, 5, options.images) if options.assets else open_testbed(selection=bundled),
         options.methods.split(","),
         rates=options.rates.split(","),
         execution=Execution(jobs=options.jobs, threads=options.threads),

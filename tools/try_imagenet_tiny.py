@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +29,13 @@ from timm.data import resolve_model_data_config
 from acclimate.cli._arguments import methods
 from acclimate.cli._parser import words
 from acclimate.data.corruptions import CORRUPTIONS
-from acclimate.data.domains import Corrupted, Domain, Images, Subset
+from acclimate.data.domains import CLEAN, Corrupted, Domain, Images, Subset
 from acclimate.data.streams import Stream
 from acclimate.evaluation.formats import markdown, terminal
 from acclimate.evaluation.grid import run_grid
 from acclimate.evaluation.store import Store
 from acclimate.evaluation.tables import Grid, Summary
-from acclimate.evaluation.testbed import open_testbed
+from acclimate.evaluation.testbed import Testbed, open_testbed
 
 WEIGHTS = "vit_tiny_patch16_224.in1k.safetensors"
 SIZE = 224
@@ -50,30 +51,36 @@ def main() -> None:
     parser.add_argument("--images", type=int, help="number of photographs, always the same ones; default: all")
     parser.add_argument("--runs", type=Path, default=Path("runs/imagenet-tiny"))
     options = parser.parse_args()
-    if not (options.assets / WEIGHTS).exists():
-        sys.exit(f"skipped: {options.assets / WEIGHTS} is not there.")
-
-    model = timm.create_model("vit_tiny_patch16_224", pretrained=False)
-    model.load_state_dict(load_file(options.assets / WEIGHTS))
-    normalisation = {key: resolve_model_data_config(model)[key] for key in ("mean", "std")}
-    images = photographs(options.assets / "nips17")
     console = Console()
     for severity in map(int, options.severities.split(",")):
-        names = options.corruptions.split(",")
-        domains: list[Domain] = [Corrupted(images, name, severity, **normalisation) for name in names]
-        if options.images:
-            domains = [Subset.sample(domain, options.images) for domain in domains]
+        testbed = photographed(options.assets, options.corruptions.split(","), severity, options.images)
         outcomes = run_grid(
-            open_testbed(model.eval(), domains, model_name="vit_tiny_patch16_224.in1k"),
-            [Stream(domain, seed=0) for domain in domains],
+            testbed,
+            [Stream(domain, seed=0) for domain in testbed.data.domains],
             [(each, {}) if isinstance(each, str) else each for each in methods(options.methods)],
             store=Store(options.runs),
             console=console,
         )
         grid = Grid(outcomes)
-        console.print(terminal(grid, f"Top-1 in %, severity {severity}, {len(domains[0].labels)} photographs"))
+        console.print(terminal(grid, f"Top-1 in %, severity {severity}, {len(testbed.data.domains[0].labels)} photographs"))
         print(markdown(grid))
         print("\n".join(compared(grid, options.against)))
+
+
+def photographed(assets: Path, corruptions: Sequence[str], severity: int, count: int | None) -> Testbed:
+    """Return the model, with so many photographs under some corruptions (all if `count` is None). "clean" is none."""
+    if not (assets / WEIGHTS).exists():
+        sys.exit(f"skipped: {assets / WEIGHTS} is not there.")
+    model = timm.create_model("vit_tiny_patch16_224", pretrained=False)
+    model.load_state_dict(load_file(assets / WEIGHTS))
+    normalisation = {key: resolve_model_data_config(model)[key] for key in ("mean", "std")}
+    images = photographs(assets / "nips17")
+    domains: list[Domain] = [
+        Corrupted(images, name, None if name == CLEAN else severity, **normalisation) for name in corruptions
+    ]
+    if count:
+        domains = [Subset.sample(domain, count) for domain in domains]
+    return open_testbed(model.eval(), domains, model_name="vit_tiny_patch16_224.in1k")
 
 
 def compared(grid: Grid, name: str) -> list[str]:
