@@ -17,6 +17,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -145,6 +146,28 @@ def test_the_stream_of_a_request_is_named_in_its_body_or_its_address(server, ima
         assert code == 200 and told["parameters"]["stream"] == stream
 
 
+def test_a_stream_starts_and_ends_as_its_address_or_its_body_says(server, images):
+    only = {"name": "images", "datatype": "FP32", "shape": list(images.shape), "data": images.ravel().tolist()}
+    kind = {"Content_Type": "image/png"}
+    asked = [
+        ("start=true", {"inputs": [only]}, {}),
+        ("start=True", png(), kind),
+        ("start=false", {"inputs": [only], "parameters": {"sequence_start": True}}, {}),
+    ]
+    for i, (flag, body, headers) in enumerate(asked):
+        server.infer(images, f"address-{i}"), server.infer(images, f"address-{i}")
+        assert server.steps(f"address-{i}", 2) == 2
+        code, told, _ = server.ask("POST", f"{WHERE}?sequence_id=address-{i}&sequence_{flag}", body, **headers)
+        assert code == 200 and server.steps(f"address-{i}", 1) == 1, told
+    assert server.ask("POST", f"{WHERE}?sequence_id=address-0&sequence_end=true", png(), **kind)[0] == 200
+    assert server.ask("GET", "/streams/address-0/state", Authorization=f"Bearer {TOKEN}")[0] == 404
+    for where, about in (("?sequence_start=true", {}), ("", {"sequence_id": 0, "sequence_end": True})):
+        code, told, _ = server.ask("POST", f"{WHERE}{where}", {"inputs": [only], "parameters": about})
+        assert code == 400 and "need a sequence_id" in told["error"]
+    code, told, _ = server.ask("POST", f"{WHERE}?sequence_id=a&sequence_start=yes", {"inputs": [only]})
+    assert code == 400 and "sequence_start is true or false, not 'yes'" in told["error"]
+
+
 def test_an_error_that_nobody_expects_is_counted():
     adapter, preprocess, labels = open_adapter("bundled", "source", device="cpu")
     service = Service(Streams(adapter))
@@ -163,6 +186,40 @@ def test_an_error_that_nobody_expects_is_counted():
     assert sent[0]["status"] == 500 and json.loads(sent[1]["body"])["error"] == "The server failed. Its log says why."
     assert service.metrics.registry.get_sample_value("acclimate_requests_total", {"code": "500"}) == 1
     del service.streams.known["broken"]
+    service.close()
+
+
+def test_a_stream_that_is_removed_does_not_come_back_with_a_request_that_waits():
+    adapter, preprocess, labels = open_adapter("bundled", "source", device="cpu")
+    service = Service(Streams(adapter), show=False)
+    app, go = application(service, Served("bundled", preprocess, labels, TOKEN)), threading.Event()
+    service.control(lambda: service.streams.get("a")).result(30)
+    service.control(go.wait)
+
+    async def status(method: str, path: str) -> int:
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b""}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        headers = [(b"authorization", f"bearer {TOKEN}".encode())]
+        await app({"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}, receive, send)
+        return sent[0]["status"]
+
+    async def ask() -> list[int]:
+        asked = []
+        for request in (("DELETE", "/streams/a/state"), ("GET", "/streams/a/state"), ("POST", "/streams/a/reset")):
+            asked.append(asyncio.create_task(status(*request)))
+            while len(service._controls) < len(asked):
+                await asyncio.sleep(0.01)
+        go.set()
+        return await asyncio.gather(*asked)
+
+    assert asyncio.run(asyncio.wait_for(ask(), 30)) == [200, 404, 404]
+    assert not service.streams.has("a")
     service.close()
 
 

@@ -168,15 +168,13 @@ def application(service: Service, served: Served) -> FastAPI:
 
     async def read(request: Request, body: bytes) -> tuple[InferRequest, torch.Tensor]:
         """Return a request, and its images as the model takes them."""
-        name = request.query_params.get("sequence_id")
-        sequence = StreamName(protocol.require_stream(name) if name else None)
+        address = protocol.stream_in_address(request.query_params)
         async with decoders:
             if request.headers.get("content-type", "").startswith("image/"):
-                asked = InferRequest("", sequence, files=[body], outputs=dict.fromkeys(protocol.OUTPUTS, False))
+                asked = InferRequest("", StreamName(), files=[body], outputs=dict.fromkeys(protocol.OUTPUTS, False))
             else:
                 asked = await asyncio.to_thread(protocol.parse, body, request.headers.get(HEADER))
-                if asked.sequence.id is None:
-                    asked = replace(asked, sequence=sequence)
+            asked = replace(asked, sequence=asked.sequence.or_from(address))
             return asked, await asyncio.to_thread(prepared, asked)
 
     def prepared(asked: InferRequest) -> torch.Tensor:
@@ -200,8 +198,8 @@ def application(service: Service, served: Served) -> FastAPI:
             return
         if served.token is None:
             raise HTTPException(403, "This server has no token, so that its streams cannot be changed.")
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), served.token.encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), served.token.encode()):
             wrong = "The token is missing or wrong. It is sent as Authorization: Bearer TOKEN."
             raise HTTPException(401, wrong, {"WWW-Authenticate": "Bearer"})
 
@@ -211,9 +209,15 @@ def application(service: Service, served: Served) -> FastAPI:
         except Exception as error:
             raise as_http(error) from error
 
-    def require_known(name: str) -> None:
-        if not service.streams.has(name):
-            raise HTTPException(404, f"There is no stream {name!r}.")
+    async def with_known(name: str, call: Callable[[str], Any]) -> Any:
+        """Call a function with the name of a stream, which it does not create if a request before has removed it."""
+
+        def checked() -> Any:
+            if not service.streams.has(name):
+                raise HTTPException(404, f"There is no stream {name!r}.")
+            return call(name)
+
+        return await controlled(checked)
 
     @app.get("/streams")
     async def all_streams() -> dict[str, Any]:
@@ -259,16 +263,14 @@ def application(service: Service, served: Served) -> FastAPI:
         }
         if action not in actions:
             raise HTTPException(404, f"There is no action {action!r}: there are {', '.join(actions)}.")
-        require_known(name)
-        await controlled(lambda: actions[action](name))
+        await with_known(name, actions[action])
         log("changed", stream=name, action=action)
         return {"stream": name, "action": action}
 
     @app.get("/streams/{name:path}/state")
     async def download(request: Request, name: str) -> Response:
         require_token(request)
-        require_known(name)
-        content = await controlled(lambda: service.streams.content(name))
+        content = await with_known(name, service.streams.content)
         return Response(content, media_type="application/octet-stream")
 
     @app.put("/streams/{name:path}/state")
@@ -286,8 +288,7 @@ def application(service: Service, served: Served) -> FastAPI:
     @app.delete("/streams/{name:path}/state")
     async def delete(request: Request, name: str) -> dict[str, Any]:
         require_token(request)
-        require_known(name)
-        await controlled(lambda: service.streams.remove(name))
+        await with_known(name, service.streams.remove)
         log("removed", stream=name)
         return {"stream": name}
 
