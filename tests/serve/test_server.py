@@ -286,6 +286,12 @@ def test_wrong_requests_get_a_4xx_and_change_no_state(server, images):
     two = {"inputs": [{"name": "images", "datatype": "BYTES", "shape": [2], "data": files}]}
     code, told, _ = server.ask("POST", f"{WHERE}?sequence_id=careful", two)
     assert code == 400 and told["error"].startswith("File 2 of 2: the image cannot be read")
+    large = io.BytesIO()
+    Image.new("1", (9400, 9400)).save(large, "PNG")
+    files = [base64.b64encode(large.getvalue()).decode()] * 5
+    many = {"inputs": [{"name": "images", "datatype": "BYTES", "shape": [5], "data": files}]}
+    code, told, _ = server.ask("POST", f"{WHERE}?sequence_id=careful", many)
+    assert code == 400 and told["error"] == "The files of the request have more than 357913940 pixels in all."
     assert server.steps("careful", 1) == 1
     assert server.ask("GET", "/streams/careful/state", **token)[1] == before
     assert server.ask("GET", WHERE)[0] == 405

@@ -19,11 +19,11 @@ import base64
 import hmac
 import io
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from fastapi import FastAPI, Request, Response
@@ -33,7 +33,7 @@ from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 
 from .. import __version__
-from ..data.imagefile import decode_image
+from ..data.imagefile import count_pixels, decode_image, most_pixels
 from ..data.preprocess import Preprocess
 from ..errors import AcclimateError, InputError, StateError
 from . import protocol
@@ -45,7 +45,9 @@ from .streams import TooManyStreams
 VERSION = "1"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
 PAGE = {"/": ("page.html", "text/html"), "/page.js": ("page.js", "text/javascript"), "/page.css": ("page.css", "text/css")}
+LARGEST = 4  # images of the largest size whose pixels a request may have, because small files may have many
 DECODERS = 2  # requests that are decoded at the same time, which bounds the memory that large ones need
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -178,18 +180,25 @@ def application(service: Service, served: Served) -> FastAPI:
             return asked, await asyncio.to_thread(prepared, asked)
 
     def prepared(asked: InferRequest) -> torch.Tensor:
-        if asked.pixels is not None:
-            images = torch.from_numpy(asked.pixels.copy())
-        else:
-            images = torch.cat([decoded(file, f"File {i} of {len(asked.files)}") for i, file in enumerate(asked.files, 1)])
+        images = torch.cat(decoded(asked.files)) if asked.pixels is None else torch.from_numpy(asked.pixels.copy())
         view = service.adapter.engine.view
         return view.check(images.to(view.device))
 
-    def decoded(file: bytes, what: str) -> torch.Tensor:
-        try:
-            return served.preprocess.normalised(served.preprocess(decode_image(file))[None].copy())
-        except InputError as error:
-            raise InputError(f"{what}: {error}.") from error
+    def decoded(files: Sequence[bytes]) -> list[torch.Tensor]:
+        most = LARGEST * most_pixels()
+        if sum(of_each(files, count_pixels)) > most:  # before any of them is decoded
+            raise InputError(f"The files of the request have more than {most:.0f} pixels in all.")
+        preprocess = served.preprocess
+        return of_each(files, lambda file: preprocess.normalised(preprocess(decode_image(file))[None].copy()))
+
+    def of_each(files: Sequence[bytes], call: Callable[[bytes], T]) -> list[T]:
+        found = []
+        for i, file in enumerate(files, 1):
+            try:
+                found.append(call(file))
+            except InputError as error:
+                raise InputError(f"File {i} of {len(files)}: {error}.") from error
+        return found
 
     # ---- streams ----------------------------------------------------------------------------------------------
 
