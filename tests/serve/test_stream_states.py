@@ -214,6 +214,11 @@ def test_a_state_can_be_taken_and_given_back(tmp_path):
     assert_identical(streams.adapter.state_dict(), state, "rolled back")
     streams.replace("b", content)
     assert_identical(streams.adapter.state_dict(), state, "uploaded")
+    streams.freeze("a", True)
+    frozen = streams.content("a")
+    for name, given, expected in (("b", frozen, True), ("b", content, False)):
+        streams.replace(name, given)
+        assert streams.known[name].frozen is expected, "as it was downloaded"
     with pytest.raises(StateError):
         streams.replace("b", content[:-1])
     assert_identical(streams.adapter.state_dict(), state, "after a wrong upload")

@@ -95,6 +95,10 @@ class Stream:
         }
 
 
+def _is_frozen(header: Mapping[str, Any]) -> bool:
+    return header.get("note") == "frozen"
+
+
 class Streams:
     """The streams of one adapter.
 
@@ -153,7 +157,7 @@ class Streams:
                 self.adapter.reset()
             else:
                 self.adapter.resume(f"The file of the stream {name!r}", *read)
-                stream.frozen = read[1].get("note") == "frozen"
+                stream.frozen = _is_frozen(read[1])
                 stream.steps = int(self.adapter.steps)
             self.known[name] = self._current = stream
         elif stream is not self._current:
@@ -292,6 +296,7 @@ class Streams:
             if new:
                 self.remove(name)
             raise
+        stream.frozen = _is_frozen(header)
         self._note_change(stream)
 
     def content(self, name: str) -> bytes:
