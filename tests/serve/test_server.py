@@ -437,6 +437,21 @@ def test_a_refusal_says_when_to_try_again():
     assert as_http(TooManyStreams("There are 2 streams already.")).headers["Retry-After"] == "60"
 
 
+def test_a_server_ends_after_ctrl_c_as_after_a_signal_to_end(tmp_path, images):
+    with running(tmp_path) as server:
+        server.infer(images, "camera")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) == 0
+    assert int(acclimate.load(tmp_path / "states" / "camera.safetensors", acclimate.bundled.model()).steps) == 1
+    messages = [json.loads(line)["message"] for line in (tmp_path / "log").read_text().splitlines()]
+    assert messages == ["started", "draining", "stopped"], "nothing else is told"
+
+
+def test_a_delay_beyond_the_timeout_is_refused(capfd):
+    assert cli.main(["serve", "--model", "bundled", "--delay", "2000", "--timeout", "2"]) == 2
+    assert "--delay 2000 milliseconds are not less than --timeout 2 seconds." in capfd.readouterr().err
+
+
 def test_a_killed_server_continues_from_a_whole_state(tmp_path, images):
     """kill -9 while states are being written: the next server continues from one of them."""
     with running(tmp_path, "--write-after", "0") as server:

@@ -164,6 +164,7 @@ def run_server(
         options: Options of uvicorn.
     """
     import webbrowser
+    from contextlib import suppress
 
     import uvicorn
 
@@ -184,7 +185,8 @@ def run_server(
     about |= {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": GRACE, "timeout_notify": HEADER_SECONDS}
     server = uvicorn.Server(uvicorn.Config(app, **about))
     server.config.callback_notify = idle_closer(server.server_state.connections)
-    server.run(sockets=[listener])
+    with suppress(KeyboardInterrupt):  # which uvicorn raises again after it has ended as it should
+        server.run(sockets=[listener])
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -243,6 +245,8 @@ def _serve(given: argparse.Namespace) -> None:
         raise ConfigError(f"--name {given.name!r}: a name in paths has printable characters, and no slash.")
     if given.max_bodies < given.max_body:
         raise ConfigError(f"--max-bodies {given.max_bodies} is less than --max-body {given.max_body}, of one request.")
+    if given.delay >= 1000 * given.timeout:
+        raise ConfigError(f"--delay {given.delay:g} milliseconds are not less than --timeout {given.timeout:g} seconds.")
     token = None if given.auth_token_file is None else _token(given.auth_token_file)
     opened = partial(_open, given, *one_method(given.method), token)
     _require_certificate(given.ssl_certfile, given.ssl_keyfile)
