@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -134,6 +135,13 @@ def test_the_page_updates_and_a_slider_changes_the_curves(address, browser, tmp_
     assert "right on" in find("#curves-text").get_attribute("textContent")
     until(lambda _: browser.find_elements(By.CSS_SELECTOR, "#recent li img"))
     assert re.search("source: .* [✓✗]\nadapted: .* [✓✗]", find("#recent li").text), "the right one is not marked"
+    trends = [each.get_attribute("aria-label") for each in browser.find_elements(By.CSS_SELECTOR, ".trends svg")]
+    assert [each.partition(" of the latest ")[0] for each in trends] == [
+        "mean entropy",
+        "estimated accuracy",
+        "estimated harm",
+    ]
+    assert re.fullmatch(r"mean entropy of the latest \d+ batches: from [\d.]+ to [\d.]+", trends[0])
     find("article [data-action=freeze]").click()
     until(lambda _: "(frozen)" in find("article h3").text)
     Image.fromarray(bundled.images().pixels[0]).save(tmp_path / "boot.png")
@@ -144,12 +152,27 @@ def test_the_page_updates_and_a_slider_changes_the_curves(address, browser, tmp_
         find("#file").send_keys(os.fspath(tmp_path / name))
         until(lambda _: "cannot be read" in find("#answer").text)
         browser.execute_script("document.getElementById('answer').textContent = ''")
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 380, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    )
+    until(lambda _: find("#curves").get_dom_attribute("viewBox").split()[2] == str(find("#curves").size["width"]))
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 380, "it is wider than a telephone"
     unnamed = browser.execute_script(
         "return [...document.querySelectorAll('input, button')].filter(e => !e.labels?.length && !e.textContent).length"
     )
     assert unnamed == 0
     severe = [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
     assert [entry["message"] for entry in severe if "400" not in entry["message"]] == []  # the wrong image got a 400
+
+
+def test_a_slow_server_has_one_question_to_answer_at_a_time(address, browser):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.get(address)
+    browser.execute_script("window.asked = 0; window.fetch = () => { window.asked += 1; return new Promise(() => {}); }")
+    WebDriverWait(browser, 60).until(lambda _: browser.execute_script("return window.asked") > 0)
+    time.sleep(2.5)  # of which two pauses would be over
+    assert browser.execute_script("return window.asked") == 1
 
 
 def test_the_buttons_need_the_token(browser, tmp_path):
