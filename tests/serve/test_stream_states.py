@@ -328,6 +328,19 @@ def test_a_batch_that_the_queue_can_never_hold_is_wrong():
     held.service.close()
 
 
+def test_a_reply_does_not_claim_what_wrong_images_of_another_request_prevent():
+    held = Held()
+    good, wrong = job("a"), job("a")
+    wrong.images = 1e30 * torch.randn(wrong.images.shape, generator=torch.Generator().manual_seed(0))
+    held.submit(good, wrong)
+    held.go()
+    assert good.reply.result(30)[1] == {"learned": False, "reason": "not finite"}
+    with pytest.raises(InputError, match="not finite"):
+        wrong.reply.result(30)
+    held.service.close()
+    assert held.service.streams.known["a"].learned == 0
+
+
 def test_a_caller_that_has_left_costs_nothing():
     held = Held()
     gone, (other, last) = job("a"), (job("b"), job("a"))

@@ -241,7 +241,8 @@ class Service:
             for job in jobs:
                 job.reply.set_exception(error)
             return
-        facts = {"learned": reason is None} | ({} if reason is None else {"reason": reason})
+        told = reason if logits.isfinite().all() else reason or "not finite"  # then the step leaves out the whole batch
+        facts = {"learned": told is None} | ({} if told is None else {"reason": told})
         for job, part in zip(jobs, logits.split([len(job.images) for job in jobs])):
             if part.isfinite().all():
                 job.reply.set_result((part, facts))
