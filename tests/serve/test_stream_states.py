@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from concurrent.futures import wait
@@ -175,6 +176,16 @@ def learn(streams: Streams, name: str, images: torch.Tensor) -> torch.Tensor:
     logits = streams.adapter(images)
     stream.note(streams.adapter.record, len(images), learned=True, milliseconds=0)
     return logits
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot lock a folder")
+def test_servers_that_would_overwrite_each_other_do_not_share_a_folder(tmp_path):
+    for first, second in ((False, False), (False, True), (True, False)):
+        one = Streams(adapter(), tmp_path, shared=first)
+        with pytest.raises(StateError, match="another server keeps its states in this folder"):
+            Streams(adapter(), tmp_path, shared=second)
+        one.close()
+        Streams(adapter(), tmp_path, shared=second).close()
 
 
 def test_a_stream_belongs_to_one_of_the_servers_that_share_a_folder(tmp_path):

@@ -14,6 +14,7 @@ import hashlib
 import math
 import os
 import socket
+import sys
 import time
 import uuid
 from collections import OrderedDict, deque
@@ -99,6 +100,29 @@ def _is_frozen(header: Mapping[str, Any]) -> bool:
     return header.get("note") == "frozen"
 
 
+def _locked(folder: Path, shared: bool) -> int | None:
+    """Return a descriptor that keeps servers away from a folder which would overwrite each other's states.
+
+    The system unlocks the folder when the descriptor is closed, also if the process is killed.
+
+    Raises:
+        StateError: If another server uses the folder.
+    """
+    if sys.platform == "win32":
+        return None  # Windows cannot open a folder
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise StateError(f"{folder}: another server keeps its states in this folder.") from None
+    except OSError:
+        pass  # a network drive without locks
+    return descriptor
+
+
 class Streams:
     """The streams of one adapter.
 
@@ -127,8 +151,10 @@ class Streams:
     ) -> None:
         self.adapter = adapter
         self.folder = None if folder is None else Path(folder)
+        self._lock: int | None = None
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.folder, shared)
         self.resident, self.most, self.most_bytes, self.age, self.interval = resident, most, most_bytes, age, interval
         self.me = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}" if shared else None  # None: nobody else is here
         self.known: OrderedDict[str, Stream] = OrderedDict()  # those in memory, the least recently used first
@@ -344,6 +370,9 @@ class Streams:
             except (OSError, StateError) as error:
                 errors.append(error)
         self._writer.shutdown()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         return errors
 
     def _begin_write(self, stream: Stream) -> None:
