@@ -405,6 +405,7 @@ def test_unnamed_requests_may_be_only_predicted():
         service.submit(each)
         assert each.reply.result(30)[1] == {"learned": False, "reason": "unnamed"}
     assert int(service.control(lambda: service.adapter.steps).result(30)) == 0
+    assert len(service.streams) == 0, "they need no place among the streams"
     learned = adapter(reply="last")
     learned(tiny_batches(1)[0])
     service.control(lambda: service.adapter.load_state_dict(learned.state_dict())).result(30)  # as from an older file

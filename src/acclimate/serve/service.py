@@ -225,9 +225,10 @@ class Service:
         try:
             if jobs[0].start:
                 self.streams.remove(jobs[0].stream)
-            stream = self.streams.get(jobs[0].stream)
+            adapts = self._learn_unnamed or jobs[0].stream != UNNAMED  # otherwise the request needs no state
+            stream = self.streams.get(jobs[0].stream) if adapts else Stream(UNNAMED)
             images = torch.cat([job.images for job in jobs])
-            reason = self._reason(stream, busy)
+            reason = "unnamed" if not adapts else "frozen" if stream.frozen else "overload" if busy else None
             if reason is None:
                 logits = self.adapter(images)
             elif reason == "unnamed":
@@ -251,14 +252,6 @@ class Service:
         self._after(stream, images, logits, reason is None, 1000 * (time.monotonic() - now))
         if jobs[-1].end:
             self.streams.remove(stream.name)
-
-    def _reason(self, stream: Stream, busy: bool) -> str | None:
-        """Return why a batch is only predicted, or None if it is learned from."""
-        if stream.frozen:
-            return "frozen"
-        if stream.name == UNNAMED and not self._learn_unnamed:
-            return "unnamed"
-        return "overload" if busy else None
 
     def _after(self, stream: Stream, images: Tensor, logits: Tensor, learned: bool, milliseconds: float) -> None:
         """Wait for the step behind the reply, and note what happened."""
