@@ -175,6 +175,25 @@ def test_a_slow_server_has_one_question_to_answer_at_a_time(address, browser):
     assert browser.execute_script("return window.asked") == 1
 
 
+def test_a_server_without_a_token_has_no_buttons(address, browser):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def shown() -> bool:
+        return any(each.is_displayed() for each in browser.find_elements(By.CSS_SELECTOR, "article button"))
+
+    browser.get(address)
+    WebDriverWait(browser, 60).until(lambda _: shown())  # in the demonstration, they are open to all
+    browser.execute_script("""
+        const fetched = window.fetch;
+        window.fetch = async (path, options) => {
+            const told = await (await fetched(path, options)).json();
+            return new Response(JSON.stringify(path === "streams" ? {...told, admin: "closed"} : told));
+        };
+    """)
+    WebDriverWait(browser, 60).until(lambda _: not shown())
+
+
 def test_the_buttons_need_the_token(browser, tmp_path):
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.ui import WebDriverWait
