@@ -398,6 +398,24 @@ def test_a_sequence_starts_with_the_source_model_and_ends():
     service.close()
 
 
+@pytest.mark.parametrize("resident", [2, 1])
+def test_a_frozen_stream_stays_frozen_when_it_starts_and_ends(tmp_path, resident):
+    service = Service(Streams(adapter(), tmp_path, resident=resident))
+    service.control(lambda: service.streams.freeze("a", True)).result(30)
+    for start, end in ((True, False), (False, True), (False, False)):
+        service.control(lambda: service.streams.get("b")).result(30)  # with one place, the other one goes to its file
+        each = job("a", start=start, end=end)
+        service.submit(each)
+        assert each.reply.result(30)[1] == {"learned": False, "reason": "frozen"}
+    service.close()
+    (tmp_path / "a.safetensors").write_bytes(b"broken")
+    service = Service(Streams(adapter(), tmp_path))
+    each = job("a", start=True)
+    service.submit(each)
+    assert each.reply.result(30)[1] == {"learned": True}
+    service.close()
+
+
 def test_unnamed_requests_may_be_only_predicted():
     service = Service(Streams(adapter()), learn_unnamed=False)
     for _ in range(2):

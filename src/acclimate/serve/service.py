@@ -224,7 +224,7 @@ class Service:
             return
         try:
             if jobs[0].start:
-                self.streams.remove(jobs[0].stream)
+                self.streams.restart(jobs[0].stream)
             adapts = self._learn_unnamed or jobs[0].stream != UNNAMED  # otherwise the request needs no state
             stream = self.streams.get(jobs[0].stream) if adapts else Stream(UNNAMED)
             images = torch.cat([job.images for job in jobs])
@@ -250,7 +250,7 @@ class Service:
             else:
                 job.reply.set_exception(InputError("The logits of these images are not finite. Are the images normalised?"))
         self._after(stream, images, logits, reason is None, 1000 * (time.monotonic() - now))
-        if jobs[-1].end:
+        if jobs[-1].end and not stream.frozen:
             self.streams.remove(stream.name)
 
     def _after(self, stream: Stream, images: Tensor, logits: Tensor, learned: bool, milliseconds: float) -> None:

@@ -96,7 +96,7 @@ class Stream:
         }
 
 
-def _is_frozen(header: Mapping[str, Any]) -> bool:
+def _says_frozen(header: Mapping[str, Any]) -> bool:
     return header.get("note") == "frozen"
 
 
@@ -183,7 +183,7 @@ class Streams:
                 self.adapter.reset()
             else:
                 self.adapter.resume(f"The file of the stream {name!r}", *read)
-                stream.frozen = _is_frozen(read[1])
+                stream.frozen = _says_frozen(read[1])
                 stream.steps = int(self.adapter.steps)
             self.known[name] = self._current = stream
         elif stream is not self._current:
@@ -245,6 +245,22 @@ class Streams:
             if stream.write is not None:
                 wait([stream.write])
         self._remove_file(self._file(name))
+
+    def restart(self, name: str) -> None:
+        """Let a stream begin with the source model. A frozen one stays frozen, which no request for predictions changes."""
+        frozen = self._is_frozen(name)
+        self.remove(name)
+        if frozen:
+            self.freeze(name, True)
+
+    def _is_frozen(self, name: str) -> bool:
+        if name in self.known:
+            return self.known[name].frozen
+        try:
+            read = self._read(name)
+        except StateError:  # a damaged file
+            return False
+        return read is not None and _says_frozen(read[1])
 
     def _remove_file(self, file: str) -> None:
         if self.folder is not None:
@@ -322,7 +338,7 @@ class Streams:
             if new:
                 self.remove(name)
             raise
-        stream.frozen = _is_frozen(header)
+        stream.frozen = _says_frozen(header)
         self._note_change(stream)
 
     def content(self, name: str) -> bytes:
