@@ -398,6 +398,24 @@ def test_a_sequence_starts_with_the_source_model_and_ends():
     service.close()
 
 
+def test_what_is_known_of_a_stream_that_only_predicts_is_shown():
+    service = Service(Streams(adapter()), show=False)
+    for frozen in (False, True):
+        service.control(lambda frozen=frozen: service.streams.freeze("a", frozen)).result(30)
+        each = job("a", 6)
+        service.submit(each)
+        logits = each.reply.result(30)[0]
+        if not frozen:
+            service.control(lambda: setattr(service.streams.known["a"], "harm", 0.25)).result(30)
+    service.control(lambda: None).result(30)
+    learned, predicted = service.streams.known["a"].history
+    expected = torch.distributions.Categorical(logits=logits).entropy().mean().item()
+    assert predicted["entropy"] == pytest.approx(expected) and predicted["milliseconds"] > 0
+    assert predicted["drift"] == learned["drift"] is not None and predicted["harm"] is None
+    service.close()
+    assert service.metrics.harm._value.get() == 0.25, "the latest estimate stays"
+
+
 @pytest.mark.parametrize("resident", [2, 1])
 def test_a_frozen_stream_stays_frozen_when_it_starts_and_ends(tmp_path, resident):
     service = Service(Streams(adapter(), tmp_path, resident=resident))

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.engine import entropy
 from ..errors import InputError
 from .metrics import Metrics
 from .streams import Stream, Streams
@@ -262,7 +263,8 @@ class Service:
             self.metrics.failures.inc()
             log("step failed", stream=stream.name, error=f"{type(error).__name__}: {error}")
         record = self.adapter.record if learned else None
-        stream.note(record, len(images), learned=learned, milliseconds=milliseconds)
+        unsure = float(entropy(logits.float()).mean())
+        stream.note(record, len(images), learned=learned, milliseconds=milliseconds, entropy=unsure)
         self.metrics.images.inc(len(images))
         if record is not None:
             self.metrics.steps.inc()
@@ -288,9 +290,8 @@ class Service:
         if failure is not None and time.monotonic() - self._told > TOLD:
             self._told = time.monotonic()
             log("states cannot be written", failures=self.streams.failures, error=f"{type(failure).__name__}: {failure}")
-        latest = [stream.history[-1] for stream in known if stream.history]
-        harms = [each["harm"] for each in latest if each["harm"] is not None]
-        accuracies = [each["accuracy"] for each in latest if each["accuracy"] is not None]
+        harms = [stream.harm for stream in known if stream.harm is not None]
+        accuracies = [stream.accuracy for stream in known if stream.accuracy is not None]
         metrics.harm.set(max(harms, default=math.nan))
         metrics.accuracy.set(min(accuracies, default=math.nan))
 

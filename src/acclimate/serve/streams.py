@@ -52,32 +52,40 @@ class Stream:
         self.frozen = False
         self.steps = 0
         self.images = self.learned = self.skipped = 0
+        self.harm: float | None = None  # the latest estimates
+        self.accuracy: float | None = None
         self.used = time.time()
         self.changed: float | None = None  # when the oldest change happened that is not in the file yet
         self.write: Future[None] | None = None
         self.events: deque[str] = deque(maxlen=20)
         self.history: deque[dict[str, float | None]] = deque(maxlen=KEPT)
 
-    def note(self, record: Record | None, images: int, *, learned: bool, milliseconds: float) -> None:
-        """Remember what happened to a batch."""
+    def note(
+        self, record: Record | None, images: int, *, learned: bool, milliseconds: float, entropy: float = math.nan
+    ) -> None:
+        """Remember what happened to a batch. `entropy` is that of one that was only predicted."""
         self.used = time.time()
         self.images += images
+        harm = None
         if not learned or record is None:
             self.skipped += images
-            return
-        self.steps = record.step
-        self.learned += record.used
-        self.changed = self.changed or self.used
-        if record.event is not None:
-            self.events.append(f"step {record.step}: {record.event}")
+            drift, accuracy = self.history[-1]["drift"] if self.history else None, None  # the parameters are the same
+        else:
+            self.steps = record.step
+            self.learned += record.used
+            self.changed = self.changed or self.used
+            if record.event is not None:
+                self.events.append(f"step {record.step}: {record.event}")
+            entropy, drift, accuracy, harm = record.entropy, record.drift, record.estimated_accuracy, record.harm
+            self.harm, self.accuracy = self.harm if harm is None else harm.estimate, accuracy or self.accuracy
         self.history.append(
             {
-                "entropy": record.entropy if math.isfinite(record.entropy) else None,
-                "drift": record.drift,
-                "accuracy": record.estimated_accuracy,
-                "harm": None if record.harm is None else record.harm.estimate,
-                "harm_low": None if record.harm is None else record.harm.low,
-                "harm_high": None if record.harm is None else record.harm.high,
+                "entropy": entropy if math.isfinite(entropy) else None,
+                "drift": drift,
+                "accuracy": accuracy,
+                "harm": None if harm is None else harm.estimate,
+                "harm_low": None if harm is None else harm.low,
+                "harm_high": None if harm is None else harm.high,
                 "milliseconds": milliseconds,
             }
         )
@@ -318,7 +326,7 @@ class Streams:
 
     def _note_change(self, stream: Stream) -> None:
         """Note that the adapter has got another state of a stream, about which nothing is known yet."""
-        stream.steps = int(self.adapter.steps)
+        stream.steps, stream.harm, stream.accuracy = int(self.adapter.steps), None, None
         stream.history.clear()
         stream.changed = stream.changed or time.time()
 
