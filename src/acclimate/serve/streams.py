@@ -77,7 +77,8 @@ class Stream:
             if record.event is not None:
                 self.events.append(f"step {record.step}: {record.event}")
             entropy, drift, accuracy, harm = record.entropy, record.drift, record.estimated_accuracy, record.harm
-            self.harm, self.accuracy = self.harm if harm is None else harm.estimate, accuracy or self.accuracy
+            self.harm = self.harm if harm is None else harm.estimate
+            self.accuracy = self.accuracy if accuracy is None else accuracy
         self.history.append(
             {
                 "entropy": entropy if math.isfinite(entropy) else None,
