@@ -225,8 +225,12 @@ def _require_certificate(certificate: str | None, key: str | None) -> None:
         if key is not None:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile.")
         return
+
+    def ask() -> str:
+        raise ConfigError(f"{key or certificate}: the key has a password, which nobody could type when the server restarts.")
+
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, ask)
     except ssl.SSLError as error:
         where = certificate if key is None else f"{certificate}, {key}"
         raise ConfigError(f"{where}: no certificate with its key in the PEM format ({error.reason or error}).") from error
