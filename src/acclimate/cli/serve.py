@@ -168,7 +168,7 @@ def run_server(
 
     import uvicorn
 
-    from ..serve.limits import idle_closer
+    from ..serve.limits import idle_closer, with_room
     from ..serve.service import show_log
 
     show_log()
@@ -182,8 +182,10 @@ def run_server(
     if opens:
         webbrowser.open(address)
     about: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False, "ws": "none", **options}
-    about |= {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": GRACE, "timeout_notify": HEADER_SECONDS}
-    server = uvicorn.Server(uvicorn.Config(app, **about))
+    about |= {"timeout_graceful_shutdown": GRACE, "timeout_notify": HEADER_SECONDS}
+    server = uvicorn.Server(
+        uvicorn.Config(with_room(app, lambda: len(server.server_state.connections) > CONNECTIONS), **about)
+    )
     server.config.callback_notify = idle_closer(server.server_state.connections)
     with suppress(KeyboardInterrupt):  # which uvicorn raises again after it has ended as it should
         server.run(sockets=[listener])
