@@ -14,11 +14,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
 from test_server import TOKEN, running
 
+from acclimate import cli
+from acclimate.cli import demo as demo_command
 from acclimate.data import bundled
 from acclimate.errors import InputError
 from acclimate.serve.demo import Demo
@@ -71,6 +74,23 @@ def test_the_stream_goes_on_after_a_batch_that_was_refused():
     service.close()
     demo._thread.join(30)
     assert not demo._thread.is_alive()
+
+
+def test_the_demonstration_opens_its_page_where_somebody_sees_it(monkeypatch):
+    opened = []
+    monkeypatch.setattr(demo_command, "run_server", lambda app, given, *, opens: opened.append(opens))
+    for screen, arguments in ((True, []), (False, []), (True, ["--no-open"]), (False, ["--open"])):
+        monkeypatch.setattr(demo_command, "_has_screen", lambda screen=screen: screen)
+        assert cli.main(["demo", *arguments]) == 0
+    assert opened == [True, False, False, True]
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "platform", "linux")
+    found = []
+    for terminal, display in ((True, ":0"), (True, ""), (False, ":0")):
+        monkeypatch.setattr(sys, "stdout", Mock(isatty=lambda terminal=terminal: terminal))
+        monkeypatch.setenv("DISPLAY", display), monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+        found.append(demo_command._has_screen())
+    assert found == [True, False, False]
 
 
 @pytest.fixture(scope="module")
