@@ -320,6 +320,7 @@ ROWS: dict[str, list[tuple[str, str]]] = {
         ("--model bundled --ssl-keyfile {place}/text.txt", "needs --ssl-certfile"),
         ("--model bundled --ssl-certfile {place}/text.txt", "text.txt: no certificate"),
         ("--model bundled --name a/b", "no slash"),
+        ("--model bundled --delay 2000 --timeout 2", "--delay 2000 milliseconds are not less than --timeout 2 seconds"),
         ("--model bundled --host 203.0.113.1 --port 0", "--host 203.0.113.1"),
         ("--model bundled --mehtod tent", "Did you mean '--method'? `acclimate"),
     ],

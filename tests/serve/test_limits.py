@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 from unittest.mock import Mock
 
@@ -10,7 +11,7 @@ import pytest
 from fastapi import Request
 from starlette.exceptions import HTTPException
 
-from acclimate.serve.limits import Bodies, idle_closer
+from acclimate.serve.limits import Bodies, idle_closer, with_room
 
 
 def request(*parts: bytes, whole: bool = True) -> Request:
@@ -65,3 +66,23 @@ def test_connections_without_a_request_are_closed():
     slow.transport.get_write_buffer_size.return_value = 6  # its client has read some of the reply
     assert closed() == [True, True, False, False, False, True]
     assert all(closed())
+
+
+def test_a_server_with_too_many_connections_refuses_in_the_form_of_the_protocol():
+    full, sent = [True], []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    ask = with_room(app, lambda: full[0])
+    for kind in ("http", "lifespan"):
+        asyncio.run(ask({"type": kind}, None, send))
+    full[0] = False
+    asyncio.run(ask({"type": "http"}, None, send))
+    assert [message["status"] for message in sent if "status" in message] == [503, 200, 200]
+    headers = dict(sent[0]["headers"])
+    assert headers[b"retry-after"] == b"1" and headers[b"connection"] == b"close"
+    assert "too many connections" in json.loads(sent[1]["body"])["error"]

@@ -9,15 +9,19 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from PIL import Image
 from test_server import TOKEN, running
 
+from acclimate import cli
+from acclimate.cli import demo as demo_command
 from acclimate.data import bundled
 from acclimate.errors import InputError
 from acclimate.serve.demo import Demo
@@ -70,6 +74,23 @@ def test_the_stream_goes_on_after_a_batch_that_was_refused():
     service.close()
     demo._thread.join(30)
     assert not demo._thread.is_alive()
+
+
+def test_the_demonstration_opens_its_page_where_somebody_sees_it(monkeypatch):
+    opened = []
+    monkeypatch.setattr(demo_command, "run_server", lambda app, given, *, opens: opened.append(opens))
+    for screen, arguments in ((True, []), (False, []), (True, ["--no-open"]), (False, ["--open"])):
+        monkeypatch.setattr(demo_command, "_has_screen", lambda screen=screen: screen)
+        assert cli.main(["demo", *arguments]) == 0
+    assert opened == [True, False, False, True]
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "platform", "linux")
+    found = []
+    for terminal, display in ((True, ":0"), (True, ""), (False, ":0")):
+        monkeypatch.setattr(sys, "stdout", Mock(isatty=lambda terminal=terminal: terminal))
+        monkeypatch.setenv("DISPLAY", display), monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+        found.append(demo_command._has_screen())
+    assert found == [True, False, False]
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +155,13 @@ def test_the_page_updates_and_a_slider_changes_the_curves(address, browser, tmp_
     assert "right on" in find("#curves-text").get_attribute("textContent")
     until(lambda _: browser.find_elements(By.CSS_SELECTOR, "#recent li img"))
     assert re.search("source: .* [✓✗]\nadapted: .* [✓✗]", find("#recent li").text), "the right one is not marked"
+    trends = [each.get_attribute("aria-label") for each in browser.find_elements(By.CSS_SELECTOR, ".trends svg")]
+    assert [each.partition(" of the latest ")[0] for each in trends] == [
+        "mean entropy",
+        "estimated accuracy",
+        "estimated harm",
+    ]
+    assert re.fullmatch(r"mean entropy of the latest \d+ batches: from [\d.]+ to [\d.]+", trends[0])
     find("article [data-action=freeze]").click()
     until(lambda _: "(frozen)" in find("article h3").text)
     Image.fromarray(bundled.images().pixels[0]).save(tmp_path / "boot.png")
@@ -144,12 +172,46 @@ def test_the_page_updates_and_a_slider_changes_the_curves(address, browser, tmp_
         find("#file").send_keys(os.fspath(tmp_path / name))
         until(lambda _: "cannot be read" in find("#answer").text)
         browser.execute_script("document.getElementById('answer').textContent = ''")
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": 380, "height": 800, "deviceScaleFactor": 1, "mobile": True}
+    )
+    until(lambda _: find("#curves").get_dom_attribute("viewBox").split()[2] == str(find("#curves").size["width"]))
+    assert browser.execute_script("return document.documentElement.scrollWidth") == 380, "it is wider than a telephone"
     unnamed = browser.execute_script(
         "return [...document.querySelectorAll('input, button')].filter(e => !e.labels?.length && !e.textContent).length"
     )
     assert unnamed == 0
     severe = [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
     assert [entry["message"] for entry in severe if "400" not in entry["message"]] == []  # the wrong image got a 400
+
+
+def test_a_slow_server_has_one_question_to_answer_at_a_time(address, browser):
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    browser.get(address)
+    browser.execute_script("window.asked = 0; window.fetch = () => { window.asked += 1; return new Promise(() => {}); }")
+    WebDriverWait(browser, 60).until(lambda _: browser.execute_script("return window.asked") > 0)
+    time.sleep(2.5)  # of which two pauses would be over
+    assert browser.execute_script("return window.asked") == 1
+
+
+def test_a_server_without_a_token_has_no_buttons(address, browser):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    def shown() -> bool:
+        return any(each.is_displayed() for each in browser.find_elements(By.CSS_SELECTOR, "article button"))
+
+    browser.get(address)
+    WebDriverWait(browser, 60).until(lambda _: shown())  # in the demonstration, they are open to all
+    browser.execute_script("""
+        const fetched = window.fetch;
+        window.fetch = async (path, options) => {
+            const told = await (await fetched(path, options)).json();
+            return new Response(JSON.stringify(path === "streams" ? {...told, admin: "closed"} : told));
+        };
+    """)
+    WebDriverWait(browser, 60).until(lambda _: not shown())
 
 
 def test_the_buttons_need_the_token(browser, tmp_path):

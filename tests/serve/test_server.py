@@ -17,6 +17,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -145,6 +146,28 @@ def test_the_stream_of_a_request_is_named_in_its_body_or_its_address(server, ima
         assert code == 200 and told["parameters"]["stream"] == stream
 
 
+def test_a_stream_starts_and_ends_as_its_address_or_its_body_says(server, images):
+    only = {"name": "images", "datatype": "FP32", "shape": list(images.shape), "data": images.ravel().tolist()}
+    kind = {"Content_Type": "image/png"}
+    asked = [
+        ("start=true", {"inputs": [only]}, {}),
+        ("start=True", png(), kind),
+        ("start=false", {"inputs": [only], "parameters": {"sequence_start": True}}, {}),
+    ]
+    for i, (flag, body, headers) in enumerate(asked):
+        server.infer(images, f"address-{i}"), server.infer(images, f"address-{i}")
+        assert server.steps(f"address-{i}", 2) == 2
+        code, told, _ = server.ask("POST", f"{WHERE}?sequence_id=address-{i}&sequence_{flag}", body, **headers)
+        assert code == 200 and server.steps(f"address-{i}", 1) == 1, told
+    assert server.ask("POST", f"{WHERE}?sequence_id=address-0&sequence_end=true", png(), **kind)[0] == 200
+    assert server.ask("GET", "/streams/address-0/state", Authorization=f"Bearer {TOKEN}")[0] == 404
+    for where, about in (("?sequence_start=true", {}), ("", {"sequence_id": 0, "sequence_end": True})):
+        code, told, _ = server.ask("POST", f"{WHERE}{where}", {"inputs": [only], "parameters": about})
+        assert code == 400 and "need a sequence_id" in told["error"]
+    code, told, _ = server.ask("POST", f"{WHERE}?sequence_id=a&sequence_start=yes", {"inputs": [only]})
+    assert code == 400 and "sequence_start is true or false, not 'yes'" in told["error"]
+
+
 def test_an_error_that_nobody_expects_is_counted():
     adapter, preprocess, labels = open_adapter("bundled", "source", device="cpu")
     service = Service(Streams(adapter))
@@ -163,6 +186,40 @@ def test_an_error_that_nobody_expects_is_counted():
     assert sent[0]["status"] == 500 and json.loads(sent[1]["body"])["error"] == "The server failed. Its log says why."
     assert service.metrics.registry.get_sample_value("acclimate_requests_total", {"code": "500"}) == 1
     del service.streams.known["broken"]
+    service.close()
+
+
+def test_a_stream_that_is_removed_does_not_come_back_with_a_request_that_waits():
+    adapter, preprocess, labels = open_adapter("bundled", "source", device="cpu")
+    service = Service(Streams(adapter), show=False)
+    app, go = application(service, Served("bundled", preprocess, labels, TOKEN)), threading.Event()
+    service.control(lambda: service.streams.get("a")).result(30)
+    service.control(go.wait)
+
+    async def status(method: str, path: str) -> int:
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b""}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        headers = [(b"authorization", f"bearer {TOKEN}".encode())]
+        await app({"type": "http", "method": method, "path": path, "query_string": b"", "headers": headers}, receive, send)
+        return sent[0]["status"]
+
+    async def ask() -> list[int]:
+        asked = []
+        for request in (("DELETE", "/streams/a/state"), ("GET", "/streams/a/state"), ("POST", "/streams/a/reset")):
+            asked.append(asyncio.create_task(status(*request)))
+            while len(service._controls) < len(asked):
+                await asyncio.sleep(0.01)
+        go.set()
+        return await asyncio.gather(*asked)
+
+    assert asyncio.run(asyncio.wait_for(ask(), 30)) == [200, 404, 404]
+    assert not service.streams.has("a")
     service.close()
 
 
@@ -229,6 +286,12 @@ def test_wrong_requests_get_a_4xx_and_change_no_state(server, images):
     two = {"inputs": [{"name": "images", "datatype": "BYTES", "shape": [2], "data": files}]}
     code, told, _ = server.ask("POST", f"{WHERE}?sequence_id=careful", two)
     assert code == 400 and told["error"].startswith("File 2 of 2: the image cannot be read")
+    large = io.BytesIO()
+    Image.new("1", (9400, 9400)).save(large, "PNG")
+    files = [base64.b64encode(large.getvalue()).decode()] * 5
+    many = {"inputs": [{"name": "images", "datatype": "BYTES", "shape": [5], "data": files}]}
+    code, told, _ = server.ask("POST", f"{WHERE}?sequence_id=careful", many)
+    assert code == 400 and told["error"] == "The files of the request have more than 357913940 pixels in all."
     assert server.steps("careful", 1) == 1
     assert server.ask("GET", "/streams/careful/state", **token)[1] == before
     assert server.ask("GET", WHERE)[0] == 405
@@ -354,14 +417,20 @@ def test_streams_are_changed_with_the_token_alone(server, images):
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl on this machine")
-def test_https_and_a_page_without_images(server, images, tmp_path):
+def test_https_and_a_page_without_images(server, images, tmp_path, capfd):
     server.infer(images, "shown")
+    server.ask("GET", "/streams/shown/state", Authorization=f"Bearer {TOKEN}")  # waits for what follows the reply
     assert server.ask("GET", "/streams")[1]["recent"], "a server on this machine alone shows images"
     key, certificate = str(tmp_path / "key.pem"), str(tmp_path / "certificate.pem")
     made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", "-addext"]
     subprocess.run(
         [*made, "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate], check=True, capture_output=True
     )
+    locked = ["openssl", "rsa", "-aes256", "-in", key, "-passout", "pass:word", "-out", str(tmp_path / "locked.pem")]
+    subprocess.run(locked, check=True, capture_output=True)
+    files = ["--ssl-certfile", certificate, "--ssl-keyfile", str(tmp_path / "locked.pem")]
+    assert cli.main(["serve", "--model", "bundled", *files]) == 2
+    assert "locked.pem: the key has a password" in capfd.readouterr().err
     secure = ssl.create_default_context(cafile=certificate)
     with running(tmp_path, "--ssl-certfile", certificate, "--ssl-keyfile", key, "--no-images", secure=secure) as other:
         other.infer(images, "private")
@@ -372,6 +441,16 @@ def test_a_refusal_says_when_to_try_again():
     refused = as_http(Refused(429, "8 images are waiting already."))
     assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
     assert as_http(TooManyStreams("There are 2 streams already.")).headers["Retry-After"] == "60"
+
+
+def test_a_server_ends_after_ctrl_c_as_after_a_signal_to_end(tmp_path, images):
+    with running(tmp_path) as server:
+        server.infer(images, "camera")
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(30) == 0
+    assert int(acclimate.load(tmp_path / "states" / "camera.safetensors", acclimate.bundled.model()).steps) == 1
+    messages = [json.loads(line)["message"] for line in (tmp_path / "log").read_text().splitlines()]
+    assert messages == ["started", "draining", "stopped"], "nothing else is told"
 
 
 def test_a_killed_server_continues_from_a_whole_state(tmp_path, images):

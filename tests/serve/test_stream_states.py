@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from concurrent.futures import wait
@@ -177,6 +178,16 @@ def learn(streams: Streams, name: str, images: torch.Tensor) -> torch.Tensor:
     return logits
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot lock a folder")
+def test_servers_that_would_overwrite_each_other_do_not_share_a_folder(tmp_path):
+    for first, second in ((False, False), (False, True), (True, False)):
+        one = Streams(adapter(), tmp_path, shared=first)
+        with pytest.raises(StateError, match="another server keeps its states in this folder"):
+            Streams(adapter(), tmp_path, shared=second)
+        one.close()
+        Streams(adapter(), tmp_path, shared=second).close()
+
+
 def test_a_stream_belongs_to_one_of_the_servers_that_share_a_folder(tmp_path):
     one, two = (Streams(adapter(), tmp_path, shared=True, age=100) for _ in range(2))
     alone = adapter(reply="last")
@@ -214,6 +225,11 @@ def test_a_state_can_be_taken_and_given_back(tmp_path):
     assert_identical(streams.adapter.state_dict(), state, "rolled back")
     streams.replace("b", content)
     assert_identical(streams.adapter.state_dict(), state, "uploaded")
+    streams.freeze("a", True)
+    frozen = streams.content("a")
+    for name, given, expected in (("b", frozen, True), ("b", content, False)):
+        streams.replace(name, given)
+        assert streams.known[name].frozen is expected, "as it was downloaded"
     with pytest.raises(StateError):
         streams.replace("b", content[:-1])
     assert_identical(streams.adapter.state_dict(), state, "after a wrong upload")
@@ -323,6 +339,19 @@ def test_a_batch_that_the_queue_can_never_hold_is_wrong():
     held.service.close()
 
 
+def test_a_reply_does_not_claim_what_wrong_images_of_another_request_prevent():
+    held = Held()
+    good, wrong = job("a"), job("a")
+    wrong.images = 1e30 * torch.randn(wrong.images.shape, generator=torch.Generator().manual_seed(0))
+    held.submit(good, wrong)
+    held.go()
+    assert good.reply.result(30)[1] == {"learned": False, "reason": "not finite"}
+    with pytest.raises(InputError, match="not finite"):
+        wrong.reply.result(30)
+    held.service.close()
+    assert held.service.streams.known["a"].learned == 0
+
+
 def test_a_caller_that_has_left_costs_nothing():
     held = Held()
     gone, (other, last) = job("a"), (job("b"), job("a"))
@@ -369,6 +398,42 @@ def test_a_sequence_starts_with_the_source_model_and_ends():
     service.close()
 
 
+def test_what_is_known_of_a_stream_that_only_predicts_is_shown():
+    service = Service(Streams(adapter()), show=False)
+    for frozen in (False, True):
+        service.control(lambda frozen=frozen: service.streams.freeze("a", frozen)).result(30)
+        each = job("a", 6)
+        service.submit(each)
+        logits = each.reply.result(30)[0]
+        if not frozen:
+            service.control(lambda: setattr(service.streams.known["a"], "harm", 0.25)).result(30)
+    service.control(lambda: None).result(30)
+    learned, predicted = service.streams.known["a"].history
+    expected = torch.distributions.Categorical(logits=logits).entropy().mean().item()
+    assert predicted["entropy"] == pytest.approx(expected) and predicted["milliseconds"] > 0
+    assert predicted["drift"] == learned["drift"] is not None and predicted["harm"] is None
+    service.close()
+    assert service.metrics.harm._value.get() == 0.25, "the latest estimate stays"
+
+
+@pytest.mark.parametrize("resident", [2, 1])
+def test_a_frozen_stream_stays_frozen_when_it_starts_and_ends(tmp_path, resident):
+    service = Service(Streams(adapter(), tmp_path, resident=resident))
+    service.control(lambda: service.streams.freeze("a", True)).result(30)
+    for start, end in ((True, False), (False, True), (False, False)):
+        service.control(lambda: service.streams.get("b")).result(30)  # with one place, the other one goes to its file
+        each = job("a", start=start, end=end)
+        service.submit(each)
+        assert each.reply.result(30)[1] == {"learned": False, "reason": "frozen"}
+    service.close()
+    (tmp_path / "a.safetensors").write_bytes(b"broken")
+    service = Service(Streams(adapter(), tmp_path))
+    each = job("a", start=True)
+    service.submit(each)
+    assert each.reply.result(30)[1] == {"learned": True}
+    service.close()
+
+
 def test_unnamed_requests_may_be_only_predicted():
     service = Service(Streams(adapter()), learn_unnamed=False)
     for _ in range(2):
@@ -376,6 +441,7 @@ def test_unnamed_requests_may_be_only_predicted():
         service.submit(each)
         assert each.reply.result(30)[1] == {"learned": False, "reason": "unnamed"}
     assert int(service.control(lambda: service.adapter.steps).result(30)) == 0
+    assert len(service.streams) == 0, "they need no place among the streams"
     learned = adapter(reply="last")
     learned(tiny_batches(1)[0])
     service.control(lambda: service.adapter.load_state_dict(learned.state_dict())).result(30)  # as from an older file

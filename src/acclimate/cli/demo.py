@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 POSITION = 5
 EPILOG = """\
 example:
-  acclimate demo                        then open the address that it prints, and move the sliders
+  acclimate demo                        opens the page, or prints its address: move the sliders there
 
 The bundled images pass through fog, frost and noise. The page draws the accuracy of the source model and of the model that
 adapts, side by side. Nothing is downloaded, and the server listens on this machine alone.
@@ -31,14 +31,27 @@ def add(commands: Commands) -> None:
         epilog=EPILOG,
     )
     demo.add_argument("--method", default="keel", metavar="NAME", help="default: %(default)s")
-    demo.add_argument("--open", action="store_true", help="open the page in the browser of this machine")
+    demo.add_argument(
+        "--open",
+        action=argparse.BooleanOptionalAction,
+        help="open the page in a browser; default: if the terminal belongs to a screen",
+    )
     add_network(demo)
     demo.set_defaults(run=_demo)
 
 
 def _demo(given: argparse.Namespace) -> None:
     require_packages()
-    run_server(lambda: _open(given.method), given, opens=given.open)
+    run_server(lambda: _open(given.method), given, opens=_has_screen() if given.open is None else given.open)
+
+
+def _has_screen() -> bool:
+    """Return whether somebody would see a window of a browser. In a terminal alone, a browser would take its place."""
+    import os
+    import sys
+
+    names = ("DISPLAY", "WAYLAND_DISPLAY")
+    return sys.stdout.isatty() and (sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in names))
 
 
 def _open(chosen: str) -> FastAPI:

@@ -164,10 +164,11 @@ def run_server(
         options: Options of uvicorn.
     """
     import webbrowser
+    from contextlib import suppress
 
     import uvicorn
 
-    from ..serve.limits import idle_closer
+    from ..serve.limits import idle_closer, with_room
     from ..serve.service import show_log
 
     show_log()
@@ -181,10 +182,13 @@ def run_server(
     if opens:
         webbrowser.open(address)
     about: dict[str, Any] = {"log_config": None, "log_level": "warning", "access_log": False, "ws": "none", **options}
-    about |= {"limit_concurrency": CONNECTIONS, "timeout_graceful_shutdown": GRACE, "timeout_notify": HEADER_SECONDS}
-    server = uvicorn.Server(uvicorn.Config(app, **about))
+    about |= {"timeout_graceful_shutdown": GRACE, "timeout_notify": HEADER_SECONDS}
+    server = uvicorn.Server(
+        uvicorn.Config(with_room(app, lambda: len(server.server_state.connections) > CONNECTIONS), **about)
+    )
     server.config.callback_notify = idle_closer(server.server_state.connections)
-    server.run(sockets=[listener])
+    with suppress(KeyboardInterrupt):  # which uvicorn raises again after it has ended as it should
+        server.run(sockets=[listener])
 
 
 def _bound(host: str, port: int) -> socket.socket:
@@ -223,8 +227,12 @@ def _require_certificate(certificate: str | None, key: str | None) -> None:
         if key is not None:
             raise ConfigError("--ssl-keyfile needs --ssl-certfile.")
         return
+
+    def ask() -> str:
+        raise ConfigError(f"{key or certificate}: the key has a password, which nobody could type when the server restarts.")
+
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, ask)
     except ssl.SSLError as error:
         where = certificate if key is None else f"{certificate}, {key}"
         raise ConfigError(f"{where}: no certificate with its key in the PEM format ({error.reason or error}).") from error
@@ -243,6 +251,8 @@ def _serve(given: argparse.Namespace) -> None:
         raise ConfigError(f"--name {given.name!r}: a name in paths has printable characters, and no slash.")
     if given.max_bodies < given.max_body:
         raise ConfigError(f"--max-bodies {given.max_bodies} is less than --max-body {given.max_body}, of one request.")
+    if given.delay >= 1000 * given.timeout:
+        raise ConfigError(f"--delay {given.delay:g} milliseconds are not less than --timeout {given.timeout:g} seconds.")
     token = None if given.auth_token_file is None else _token(given.auth_token_file)
     opened = partial(_open, given, *one_method(given.method), token)
     _require_certificate(given.ssl_certfile, given.ssl_keyfile)

@@ -167,6 +167,19 @@ def decode_image(content: bytes) -> Image.Image:
         raise UnreadableError(f"the image cannot be read ({_reason(error)})") from error
 
 
+def count_pixels(content: bytes) -> int:
+    """Return the number of pixels of the image in the content of a file, which is not decoded.
+
+    Raises:
+        UnreadableError: If it is no image.
+    """
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            return image.width * image.height
+    except Exception as error:  # as above
+        raise UnreadableError(f"the image cannot be read ({_reason(error)})") from error
+
+
 def _require_usable(image: Image.Image) -> None:
     if image.width * image.height > most_pixels():
         raise ValueError(f"it has {image.width} x {image.height} pixels, more than {most_pixels():.0f}")

@@ -19,11 +19,11 @@ import base64
 import hmac
 import io
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from fastapi import FastAPI, Request, Response
@@ -33,7 +33,7 @@ from prometheus_client import generate_latest
 from starlette.exceptions import HTTPException
 
 from .. import __version__
-from ..data.imagefile import decode_image
+from ..data.imagefile import count_pixels, decode_image, most_pixels
 from ..data.preprocess import Preprocess
 from ..errors import AcclimateError, InputError, StateError
 from . import protocol
@@ -45,7 +45,9 @@ from .streams import TooManyStreams
 VERSION = "1"
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'"
 PAGE = {"/": ("page.html", "text/html"), "/page.js": ("page.js", "text/javascript"), "/page.css": ("page.css", "text/css")}
+LARGEST = 4  # images of the largest size whose pixels a request may have, because small files may have many
 DECODERS = 2  # requests that are decoded at the same time, which bounds the memory that large ones need
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -168,30 +170,35 @@ def application(service: Service, served: Served) -> FastAPI:
 
     async def read(request: Request, body: bytes) -> tuple[InferRequest, torch.Tensor]:
         """Return a request, and its images as the model takes them."""
-        name = request.query_params.get("sequence_id")
-        sequence = StreamName(protocol.require_stream(name) if name else None)
+        address = protocol.stream_in_address(request.query_params)
         async with decoders:
             if request.headers.get("content-type", "").startswith("image/"):
-                asked = InferRequest("", sequence, files=[body], outputs=dict.fromkeys(protocol.OUTPUTS, False))
+                asked = InferRequest("", StreamName(), files=[body], outputs=dict.fromkeys(protocol.OUTPUTS, False))
             else:
                 asked = await asyncio.to_thread(protocol.parse, body, request.headers.get(HEADER))
-                if asked.sequence.id is None:
-                    asked = replace(asked, sequence=sequence)
+            asked = replace(asked, sequence=asked.sequence.or_from(address))
             return asked, await asyncio.to_thread(prepared, asked)
 
     def prepared(asked: InferRequest) -> torch.Tensor:
-        if asked.pixels is not None:
-            images = torch.from_numpy(asked.pixels.copy())
-        else:
-            images = torch.cat([decoded(file, f"File {i} of {len(asked.files)}") for i, file in enumerate(asked.files, 1)])
+        images = torch.cat(decoded(asked.files)) if asked.pixels is None else torch.from_numpy(asked.pixels.copy())
         view = service.adapter.engine.view
         return view.check(images.to(view.device))
 
-    def decoded(file: bytes, what: str) -> torch.Tensor:
-        try:
-            return served.preprocess.normalised(served.preprocess(decode_image(file))[None].copy())
-        except InputError as error:
-            raise InputError(f"{what}: {error}.") from error
+    def decoded(files: Sequence[bytes]) -> list[torch.Tensor]:
+        most = LARGEST * most_pixels()
+        if sum(of_each(files, count_pixels)) > most:  # before any of them is decoded
+            raise InputError(f"The files of the request have more than {most:.0f} pixels in all.")
+        preprocess = served.preprocess
+        return of_each(files, lambda file: preprocess.normalised(preprocess(decode_image(file))[None].copy()))
+
+    def of_each(files: Sequence[bytes], call: Callable[[bytes], T]) -> list[T]:
+        found = []
+        for i, file in enumerate(files, 1):
+            try:
+                found.append(call(file))
+            except InputError as error:
+                raise InputError(f"File {i} of {len(files)}: {error}.") from error
+        return found
 
     # ---- streams ----------------------------------------------------------------------------------------------
 
@@ -200,8 +207,8 @@ def application(service: Service, served: Served) -> FastAPI:
             return
         if served.token is None:
             raise HTTPException(403, "This server has no token, so that its streams cannot be changed.")
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), served.token.encode()):
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), served.token.encode()):
             wrong = "The token is missing or wrong. It is sent as Authorization: Bearer TOKEN."
             raise HTTPException(401, wrong, {"WWW-Authenticate": "Bearer"})
 
@@ -211,9 +218,15 @@ def application(service: Service, served: Served) -> FastAPI:
         except Exception as error:
             raise as_http(error) from error
 
-    def require_known(name: str) -> None:
-        if not service.streams.has(name):
-            raise HTTPException(404, f"There is no stream {name!r}.")
+    async def with_known(name: str, call: Callable[[str], Any]) -> Any:
+        """Call a function with the name of a stream, which it does not create if a request before has removed it."""
+
+        def checked() -> Any:
+            if not service.streams.has(name):
+                raise HTTPException(404, f"There is no stream {name!r}.")
+            return call(name)
+
+        return await controlled(checked)
 
     @app.get("/streams")
     async def all_streams() -> dict[str, Any]:
@@ -259,16 +272,14 @@ def application(service: Service, served: Served) -> FastAPI:
         }
         if action not in actions:
             raise HTTPException(404, f"There is no action {action!r}: there are {', '.join(actions)}.")
-        require_known(name)
-        await controlled(lambda: actions[action](name))
+        await with_known(name, actions[action])
         log("changed", stream=name, action=action)
         return {"stream": name, "action": action}
 
     @app.get("/streams/{name:path}/state")
     async def download(request: Request, name: str) -> Response:
         require_token(request)
-        require_known(name)
-        content = await controlled(lambda: service.streams.content(name))
+        content = await with_known(name, service.streams.content)
         return Response(content, media_type="application/octet-stream")
 
     @app.put("/streams/{name:path}/state")
@@ -286,8 +297,7 @@ def application(service: Service, served: Served) -> FastAPI:
     @app.delete("/streams/{name:path}/state")
     async def delete(request: Request, name: str) -> dict[str, Any]:
         require_token(request)
-        require_known(name)
-        await controlled(lambda: service.streams.remove(name))
+        await with_known(name, service.streams.remove)
         log("removed", stream=name)
         return {"stream": name}
 

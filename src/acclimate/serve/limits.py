@@ -8,8 +8,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import Request
+from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 SECONDS = 60  # that a request may take to arrive
 
@@ -64,6 +66,20 @@ async def _arrived(body: Coroutine[Any, Any, bytes]) -> bytes:
         raise HTTPException(408, f"The request took more than {SECONDS} seconds to arrive.") from None
     except ClientDisconnect:
         raise HTTPException(400, "The connection was closed before the whole request had arrived.") from None
+
+
+def with_room(app: ASGIApp, is_full: Callable[[], bool]) -> ASGIApp:
+    """Return an application that refuses requests, in the protocol's form, while the server has too many connections."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and is_full():
+            headers = {"Retry-After": "1", "Connection": "close"}
+            refusal = JSONResponse({"error": "The server has too many connections at the moment."}, 503, headers)
+            await refusal(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return answer
 
 
 def idle_closer(connections: Set[Any]) -> Callable[[], Awaitable[None]]:

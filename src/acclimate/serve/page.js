@@ -6,6 +6,7 @@ const percent = (share) => `${(100 * share).toFixed(0)} %`;
 const inPoints = (share) => (Math.round(100 * share) || 0).toString().replace("-", "−");
 const decimals = (value) => (value === null || value === undefined ? "–" : value.toFixed(value < 10 ? 2 : 0));
 const SVG = "http://www.w3.org/2000/svg";
+const PAUSE = 1000; // milliseconds between an answer and the next question
 const WINDOW = 10; // batches of which an accuracy is the mean
 let model = null;
 let recentDrawn = ""; // the latest images that are on the page
@@ -35,6 +36,7 @@ function shape(parent, tag, attributes, content = "") {
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   element.textContent = content;
   parent.append(element);
+  return element;
 }
 
 function line(element, values, width, height, low, high) {
@@ -64,7 +66,10 @@ function drawDemo(told) {
   }
   const points = told.points;
   if (!points.length) return;
-  const [left, top, width, height] = [48, 12, 742, 218];
+  const whole = Math.max(320, at("curves").clientWidth); // units are pixels, so that the text is legible on a narrow screen
+  const tall = whole > 700 ? 320 : 260;
+  at("curves").setAttribute("viewBox", `0 0 ${whole} ${tall}`);
+  const [left, top, width, height] = [48, 12, whole - 58, tall - 42];
   const grid = at("curves").querySelector(".grid");
   grid.replaceChildren();
   for (const share of [0, 0.25, 0.5, 0.75, 1]) {
@@ -74,12 +79,16 @@ function drawDemo(told) {
   }
   const changes = points.flatMap((point, i) => (i && names.some((name) => points[i - 1][name] !== point[name]) ? [i] : []));
   const place = (i) => left + (i * width) / Math.max(1, points.length - 1);
-  for (const [index, i] of changes.entries()) {
+  let free = Infinity; // the place up to which no label is written yet
+  for (const i of changes.reverse()) {
     const [point, x] = [points[i], place(i)];
     shape(grid, "line", {x1: x, x2: x, y1: top, y2: top + height, class: "change"});
-    if (place(changes[index + 1] ?? Infinity) - x < 50) continue; // the next label would cover this one
     const label = names.filter((name) => point[name]).map((name) => `${name} ${point[name]}`).join(", ") || "clear";
-    shape(grid, "text", {x: Math.min(x + 4, left + width - 90), y: top + height + 16}, label);
+    const wide = 7 * label.length; // pixels, about
+    const start = Math.min(x + 4, left + width - wide);
+    if (start + wide > free) continue; // it would cover the label of a later change
+    free = start;
+    shape(grid, "text", {x: start, y: top + height + 16}, label);
   }
   const curves = {};
   for (const name of ["source", "adapted"]) curves[name] = smoothed(points, name, told.batch, changes);
@@ -130,6 +139,30 @@ function card(name) {
   return made;
 }
 
+const most = (values, least) => Math.max(least, ...values.map(Math.abs));
+const TRENDS = { // by name: what it is of in the history, the ends of its axis, and how a value is told
+  "mean entropy": ["entropy", (values) => [0, most(values, 0.1)], decimals],
+  "estimated accuracy": ["accuracy", () => [0, 1], percent],
+  "estimated harm": ["harm", (values) => [-most(values, 0.05), most(values, 0.05)], (value) => `${inPoints(value)} points`],
+};
+
+function drawTrends(parent, history) {
+  for (const [i, [name, [key, ends, told]]] of Object.entries(TRENDS).entries()) {
+    if (!parent.children[i]) {
+      const figure = text(parent, "figure", "");
+      const drawn = shape(figure, "svg", {viewBox: "0 0 100 40", preserveAspectRatio: "none", role: "img"});
+      if (name === "estimated harm") shape(drawn, "line", {x1: 0, x2: 100, y1: 20, y2: 20, class: "zero"});
+      shape(drawn, "polyline", {class: "line adapted"});
+      text(figure, "figcaption", name).setAttribute("aria-hidden", "true");
+    }
+    const values = history.map((each) => each[key]).filter((value) => value !== null);
+    const drawn = parent.children[i].firstElementChild;
+    const some = values.length ? `from ${told(values[0])} to ${told(values.at(-1))}` : "not known yet";
+    drawn.setAttribute("aria-label", `${name} of the latest ${history.length} batches: ${some}`);
+    line(drawn.lastElementChild, values, 100, 40, ...ends(values));
+  }
+}
+
 function drawStream(stream, admin) {
   const made = card(stream.name);
   const last = stream.history.at(-1) || {};
@@ -140,7 +173,7 @@ function drawStream(stream, admin) {
     "mean entropy": decimals(last.entropy),
     "estimated accuracy": last.accuracy === null || last.accuracy === undefined ? "–" : percent(last.accuracy),
     "estimated harm": last.harm === null || last.harm === undefined ? "–"
-      : `${inPoints(last.harm)} points (${inPoints(last.harm_low)} to ${inPoints(last.harm_high)})`,
+      : `${inPoints(last.harm)} points (${inPoints(last.harm_low)}\u00a0to\u00a0${inPoints(last.harm_high)})`,
     "drift": decimals(last.drift),
     "latency": last.milliseconds === undefined ? "–" : `${last.milliseconds.toFixed(0)} ms`,
   };
@@ -149,8 +182,7 @@ function drawStream(stream, admin) {
   for (const [i, value] of Object.values(facts).entries()) say(list.querySelectorAll("dd")[i], String(value));
   made.classList.toggle("frozen", stream.frozen);
   say(made.querySelector("h3"), stream.name + (stream.frozen ? " (frozen)" : ""));
-  const entropies = stream.history.map((each) => each.entropy).filter((entropy) => entropy !== null);
-  line(made.querySelector("polyline"), entropies, 236, 56, 0, Math.max(0.1, ...entropies));
+  drawTrends(made.querySelector(".trends"), stream.history);
   made.querySelector(".buttons").hidden = admin === "closed";
   const freeze = made.querySelector("[data-action=freeze], [data-action=thaw]");
   freeze.dataset.action = stream.frozen ? "thaw" : "freeze";
@@ -173,8 +205,8 @@ function drawRecent(recent) {
     picture.src = each.image;
     picture.alt = `An image of the stream ${each.stream}`;
     item.append(picture);
-    const mark = (prediction) => (each.truth === null ? "" : prediction === each.truth ? " ✓" : " ✗");
-    if (each.truth !== null) text(item, "div", each.truth, "truth");
+    const mark = (prediction) => (each.truth === null ? "" : prediction === each.truth ? "\u00a0✓" : "\u00a0✗");
+    text(item, "div", each.truth ?? `of ${each.stream}`, "truth");
     text(item, "div", `source: ${each.source}${mark(each.source)}`, "source");
     text(item, "div", `adapted: ${each.adapted}${mark(each.adapted)}`, "adapted");
     at("recent").append(item);
@@ -217,10 +249,10 @@ async function classify(file) {
 }
 
 at("file").addEventListener("change", (event) => event.target.files[0] && classify(event.target.files[0]));
-at("drop").addEventListener("dragover", (event) => { event.preventDefault(); at("drop").classList.add("over"); });
+for (const kind of ["dragover", "drop"]) document.addEventListener(kind, (event) => event.preventDefault()); // beside the area, too
+at("drop").addEventListener("dragover", () => at("drop").classList.add("over"));
 at("drop").addEventListener("dragleave", () => at("drop").classList.remove("over"));
 at("drop").addEventListener("drop", (event) => {
-  event.preventDefault();
   at("drop").classList.remove("over");
   if (event.dataTransfer.files[0]) classify(event.dataTransfer.files[0]);
 });
@@ -234,5 +266,9 @@ async function update() {
     trouble(error);
   }
 }
-update();
-setInterval(update, 1000);
+
+async function keepUpdating() { // a slow server has one question at a time to answer
+  await update();
+  setTimeout(keepUpdating, PAUSE);
+}
+keepUpdating();

@@ -45,6 +45,17 @@ class StreamName:
     start: bool = False
     end: bool = False
 
+    def or_from(self, address: StreamName) -> StreamName:
+        """Return the stream of a request: its own name, or else that in its address. Either may say that it starts or ends.
+
+        Raises:
+            InputError: If a stream starts or ends that has no name.
+        """
+        found = StreamName(self.id or address.id, self.start or address.start, self.end or address.end)
+        if found.id is None and (found.start or found.end):
+            raise InputError("sequence_start and sequence_end need a sequence_id.")
+        return found
+
 
 @dataclass(frozen=True)
 class InferRequest:
@@ -151,8 +162,18 @@ def _sequence(about: Mapping[str, Any]) -> StreamName:
         raise InputError("sequence_id is a number or a text.")
     start, end = (_typed(about, f"sequence_{what}", bool, False) for what in ("start", "end"))
     if name in (None, 0, ""):  # 0 and "" are the values of clients that name no sequence
-        return StreamName()
+        return StreamName(None, start, end)
     return StreamName(require_stream(str(name)), start, end)
+
+
+def stream_in_address(told: Mapping[str, str]) -> StreamName:
+    """Return the stream that the parameters of an address name."""
+    flags = {flag: told.get(flag, "false").lower() for flag in ("sequence_start", "sequence_end")}
+    for flag, value in flags.items():
+        if value not in ("true", "false"):
+            raise InputError(f"{flag} is true or false, not {_shown(value)}.")
+    name = told.get("sequence_id")
+    return StreamName(require_stream(name) if name else None, *(value == "true" for value in flags.values()))
 
 
 def require_stream(name: str) -> str:

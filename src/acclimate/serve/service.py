@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..core.engine import entropy
 from ..errors import InputError
 from .metrics import Metrics
 from .streams import Stream, Streams
@@ -224,10 +225,11 @@ class Service:
             return
         try:
             if jobs[0].start:
-                self.streams.remove(jobs[0].stream)
-            stream = self.streams.get(jobs[0].stream)
+                self.streams.restart(jobs[0].stream)
+            adapts = self._learn_unnamed or jobs[0].stream != UNNAMED  # otherwise the request needs no state
+            stream = self.streams.get(jobs[0].stream) if adapts else Stream(UNNAMED)
             images = torch.cat([job.images for job in jobs])
-            reason = self._reason(stream, busy)
+            reason = "unnamed" if not adapts else "frozen" if stream.frozen else "overload" if busy else None
             if reason is None:
                 logits = self.adapter(images)
             elif reason == "unnamed":
@@ -241,23 +243,16 @@ class Service:
             for job in jobs:
                 job.reply.set_exception(error)
             return
-        facts = {"learned": reason is None} | ({} if reason is None else {"reason": reason})
+        told = reason if logits.isfinite().all() else reason or "not finite"  # then the step leaves out the whole batch
+        facts = {"learned": told is None} | ({} if told is None else {"reason": told})
         for job, part in zip(jobs, logits.split([len(job.images) for job in jobs])):
             if part.isfinite().all():
                 job.reply.set_result((part, facts))
             else:
                 job.reply.set_exception(InputError("The logits of these images are not finite. Are the images normalised?"))
         self._after(stream, images, logits, reason is None, 1000 * (time.monotonic() - now))
-        if jobs[-1].end:
+        if jobs[-1].end and not stream.frozen:
             self.streams.remove(stream.name)
-
-    def _reason(self, stream: Stream, busy: bool) -> str | None:
-        """Return why a batch is only predicted, or None if it is learned from."""
-        if stream.frozen:
-            return "frozen"
-        if stream.name == UNNAMED and not self._learn_unnamed:
-            return "unnamed"
-        return "overload" if busy else None
 
     def _after(self, stream: Stream, images: Tensor, logits: Tensor, learned: bool, milliseconds: float) -> None:
         """Wait for the step behind the reply, and note what happened."""
@@ -268,7 +263,8 @@ class Service:
             self.metrics.failures.inc()
             log("step failed", stream=stream.name, error=f"{type(error).__name__}: {error}")
         record = self.adapter.record if learned else None
-        stream.note(record, len(images), learned=learned, milliseconds=milliseconds)
+        unsure = float(entropy(logits.float()).mean())
+        stream.note(record, len(images), learned=learned, milliseconds=milliseconds, entropy=unsure)
         self.metrics.images.inc(len(images))
         if record is not None:
             self.metrics.steps.inc()
@@ -294,9 +290,8 @@ class Service:
         if failure is not None and time.monotonic() - self._told > TOLD:
             self._told = time.monotonic()
             log("states cannot be written", failures=self.streams.failures, error=f"{type(failure).__name__}: {failure}")
-        latest = [stream.history[-1] for stream in known if stream.history]
-        harms = [each["harm"] for each in latest if each["harm"] is not None]
-        accuracies = [each["accuracy"] for each in latest if each["accuracy"] is not None]
+        harms = [stream.harm for stream in known if stream.harm is not None]
+        accuracies = [stream.accuracy for stream in known if stream.accuracy is not None]
         metrics.harm.set(max(harms, default=math.nan))
         metrics.accuracy.set(min(accuracies, default=math.nan))
 

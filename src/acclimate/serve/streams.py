@@ -14,6 +14,7 @@ import hashlib
 import math
 import os
 import socket
+import sys
 import time
 import uuid
 from collections import OrderedDict, deque
@@ -51,32 +52,41 @@ class Stream:
         self.frozen = False
         self.steps = 0
         self.images = self.learned = self.skipped = 0
+        self.harm: float | None = None  # the latest estimates
+        self.accuracy: float | None = None
         self.used = time.time()
         self.changed: float | None = None  # when the oldest change happened that is not in the file yet
         self.write: Future[None] | None = None
         self.events: deque[str] = deque(maxlen=20)
         self.history: deque[dict[str, float | None]] = deque(maxlen=KEPT)
 
-    def note(self, record: Record | None, images: int, *, learned: bool, milliseconds: float) -> None:
-        """Remember what happened to a batch."""
+    def note(
+        self, record: Record | None, images: int, *, learned: bool, milliseconds: float, entropy: float = math.nan
+    ) -> None:
+        """Remember what happened to a batch. `entropy` is that of one that was only predicted."""
         self.used = time.time()
         self.images += images
+        harm = None
         if not learned or record is None:
             self.skipped += images
-            return
-        self.steps = record.step
-        self.learned += record.used
-        self.changed = self.changed or self.used
-        if record.event is not None:
-            self.events.append(f"step {record.step}: {record.event}")
+            drift, accuracy = self.history[-1]["drift"] if self.history else None, None  # the parameters are the same
+        else:
+            self.steps = record.step
+            self.learned += record.used
+            self.changed = self.changed or self.used
+            if record.event is not None:
+                self.events.append(f"step {record.step}: {record.event}")
+            entropy, drift, accuracy, harm = record.entropy, record.drift, record.estimated_accuracy, record.harm
+            self.harm = self.harm if harm is None else harm.estimate
+            self.accuracy = self.accuracy if accuracy is None else accuracy
         self.history.append(
             {
-                "entropy": record.entropy if math.isfinite(record.entropy) else None,
-                "drift": record.drift,
-                "accuracy": record.estimated_accuracy,
-                "harm": None if record.harm is None else record.harm.estimate,
-                "harm_low": None if record.harm is None else record.harm.low,
-                "harm_high": None if record.harm is None else record.harm.high,
+                "entropy": entropy if math.isfinite(entropy) else None,
+                "drift": drift,
+                "accuracy": accuracy,
+                "harm": None if harm is None else harm.estimate,
+                "harm_low": None if harm is None else harm.low,
+                "harm_high": None if harm is None else harm.high,
                 "milliseconds": milliseconds,
             }
         )
@@ -93,6 +103,33 @@ class Stream:
             "events": list(self.events),
             "history": list(self.history),
         }
+
+
+def _says_frozen(header: Mapping[str, Any]) -> bool:
+    return header.get("note") == "frozen"
+
+
+def _locked(folder: Path, shared: bool) -> int | None:
+    """Return a descriptor that keeps servers away from a folder which would overwrite each other's states.
+
+    The system unlocks the folder when the descriptor is closed, also if the process is killed.
+
+    Raises:
+        StateError: If another server uses the folder.
+    """
+    if sys.platform == "win32":
+        return None  # Windows cannot open a folder
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise StateError(f"{folder}: another server keeps its states in this folder.") from None
+    except OSError:
+        pass  # a network drive without locks
+    return descriptor
 
 
 class Streams:
@@ -123,8 +160,10 @@ class Streams:
     ) -> None:
         self.adapter = adapter
         self.folder = None if folder is None else Path(folder)
+        self._lock: int | None = None
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = _locked(self.folder, shared)
         self.resident, self.most, self.most_bytes, self.age, self.interval = resident, most, most_bytes, age, interval
         self.me = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}" if shared else None  # None: nobody else is here
         self.known: OrderedDict[str, Stream] = OrderedDict()  # those in memory, the least recently used first
@@ -153,7 +192,7 @@ class Streams:
                 self.adapter.reset()
             else:
                 self.adapter.resume(f"The file of the stream {name!r}", *read)
-                stream.frozen = read[1].get("note") == "frozen"
+                stream.frozen = _says_frozen(read[1])
                 stream.steps = int(self.adapter.steps)
             self.known[name] = self._current = stream
         elif stream is not self._current:
@@ -216,6 +255,22 @@ class Streams:
                 wait([stream.write])
         self._remove_file(self._file(name))
 
+    def restart(self, name: str) -> None:
+        """Let a stream begin with the source model. A frozen one stays frozen, which no request for predictions changes."""
+        frozen = self._is_frozen(name)
+        self.remove(name)
+        if frozen:
+            self.freeze(name, True)
+
+    def _is_frozen(self, name: str) -> bool:
+        if name in self.known:
+            return self.known[name].frozen
+        try:
+            read = self._read(name)
+        except StateError:  # a damaged file
+            return False
+        return read is not None and _says_frozen(read[1])
+
     def _remove_file(self, file: str) -> None:
         if self.folder is not None:
             (self.folder / file).unlink(missing_ok=True)
@@ -272,7 +327,7 @@ class Streams:
 
     def _note_change(self, stream: Stream) -> None:
         """Note that the adapter has got another state of a stream, about which nothing is known yet."""
-        stream.steps = int(self.adapter.steps)
+        stream.steps, stream.harm, stream.accuracy = int(self.adapter.steps), None, None
         stream.history.clear()
         stream.changed = stream.changed or time.time()
 
@@ -292,6 +347,7 @@ class Streams:
             if new:
                 self.remove(name)
             raise
+        stream.frozen = _says_frozen(header)
         self._note_change(stream)
 
     def content(self, name: str) -> bytes:
@@ -339,6 +395,9 @@ class Streams:
             except (OSError, StateError) as error:
                 errors.append(error)
         self._writer.shutdown()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
         return errors
 
     def _begin_write(self, stream: Stream) -> None:
