@@ -306,6 +306,9 @@ def test_images_that_no_model_can_predict_are_refused(server, images):
     assert server.infer(images, "noise")["learned"] and server.steps("noise", 2) == 2
     shown = next(each for each in server.ask("GET", "/streams")[1]["streams"] if each["name"] == "noise")
     assert [each["entropy"] is None for each in shown["history"]] == [True, False] and "not finite" in shown["events"][0]
+    for flag, steps in (("start", 2), ("end", 3)):  # a batch whose step is undone counts as one
+        assert server.ask("POST", f"{WHERE}?sequence_id=noise&sequence_{flag}=true", {"inputs": [only]})[0] == 400
+        assert server.steps("noise", steps) == steps
 
 
 def test_malformed_requests_get_a_400_and_change_no_state(server, images):

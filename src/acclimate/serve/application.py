@@ -2,7 +2,7 @@
 
 | path | what |
 |---|---|
-| GET /v2, /v2/health/live, /v2/health/ready | the server |
+| GET /v2, /v2/health, /v2/health/live, /v2/health/ready | the server |
 | GET /v2/models/M[/versions/V][/ready] | the model: its inputs and outputs, and whether it is ready |
 | POST /v2/models/M[/versions/V]/infer | logits and classes of images; the body may be a file of an image |
 | GET /streams | all streams in memory, and the latest images, for the page |
@@ -111,6 +111,7 @@ def application(service: Service, served: Served) -> FastAPI:
     async def live() -> dict[str, Any]:
         return {"live": True}
 
+    @app.get("/v2/health")
     @app.get("/v2/health/ready")
     async def ready() -> dict[str, Any]:
         if not service.is_alive:

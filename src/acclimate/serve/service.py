@@ -32,6 +32,7 @@ IDLE = 0.2  # seconds after which the thread looks whether states are to be writ
 COMPARED = 1.0  # seconds between two images that the source model predicts too, for the page
 RECENT = 12  # images on the page
 TOLD = 60.0  # seconds between two lines of the log about states that cannot be written
+NOT_FINITE = "The logits of these images are not finite. Are the images normalised?"
 LOG = logging.getLogger("acclimate.serve")
 T = TypeVar("T")
 
@@ -221,6 +222,8 @@ class Service:
         for job in [job for job in jobs if now - job.queued > self._timeout]:
             jobs.remove(job)
             job.reply.set_exception(Refused(503, f"The request waited for more than {self._timeout:g} seconds."))
+        if jobs and jobs[0].start and not self.adapter.engine.unadapted(jobs[0].images).logits.isfinite().all():
+            jobs.pop(0).reply.set_exception(InputError(NOT_FINITE))  # and what the stream has learned is kept
         if not jobs:
             return
         try:
@@ -249,9 +252,9 @@ class Service:
             if part.isfinite().all():
                 job.reply.set_result((part, facts))
             else:
-                job.reply.set_exception(InputError("The logits of these images are not finite. Are the images normalised?"))
+                job.reply.set_exception(InputError(NOT_FINITE))
         self._after(stream, images, logits, reason is None, 1000 * (time.monotonic() - now))
-        if jobs[-1].end and not stream.frozen:
+        if jobs[-1].end and not stream.frozen and jobs[-1].reply.exception() is None:
             self.streams.remove(stream.name)
 
     def _after(self, stream: Stream, images: Tensor, logits: Tensor, learned: bool, milliseconds: float) -> None:
