@@ -51,7 +51,7 @@ def measured(name: str, method: str, batch_size: int, rounds: int) -> tuple[floa
     adapters = [acclimate.adapt(source(name), method, guard=guard, **options) for guard in (None, "default")]
     generator = torch.Generator().manual_seed(0)
     size = adapters[0].engine.view.image_size or (224, 224)
-    adapters[1].guard.seen.fill_(NEW)  # as after the first images
+    adapters[1].guard.met.fill_(NEW)  # as after the first images
     times: list[list[float]] = [[], []]
     for number in range(rounds + 1):
         images = torch.randn(64, 3, *size, generator=generator)

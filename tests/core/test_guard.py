@@ -369,7 +369,7 @@ def test_the_compared_images_do_not_depend_on_the_batches(sizes):
 def test_more_images_are_compared_when_there_is_suspicion():
     guard = Guard(share=1 / 16)
     assert sum(map(len, guard.selections(64))) == 64 // NEW_PERIOD
-    guard.seen.fill_(NEW)
+    guard.met.fill_(NEW)
     assert sum(map(len, guard.selections(64))) == 4
     guard.diversity.stakes.fill_(8.0)
     assert sum(map(len, guard.selections(64))) == 64 // SUSPECT_PERIOD
@@ -379,15 +379,41 @@ def test_more_images_are_compared_when_there_is_suspicion():
 
 def test_a_method_with_more_passes_is_compared_more():
     guard = Guard(share=1 / 16)
-    guard.seen.fill_(NEW)
+    guard.met.fill_(NEW)
     assert sum(map(len, guard.selections(1024, 4.0))) == 1024 // 4
     assert sum(map(len, guard.selections(1024, 1.0))) == 1024 // 16
     for passes in NEW * (1.0, 1.0, 1.0, 17.0):  # as with windows of single images
         list(guard.selections(1, passes))
     assert float(guard.passes) == pytest.approx(5, rel=0.1)
     guard = Guard(share=0.5)
-    guard.seen.fill_(NEW)
+    guard.met.fill_(NEW)
     assert sum(map(len, guard.selections(64, 100.0))) == 64
+
+
+def test_little_of_what_was_known_counts_after_a_change_of_domain():
+    model = acclimate.adapt(tiny_model(), "neo", recentre=True)
+    shifted = [images + 4 for images in BATCHES]
+    for images in BATCHES[:20]:
+        model(images)
+    guard = model.guard
+    known, judged = float(guard.compared), float(guard.judge.images)
+    assert int(guard.met) == 320 and known > 40
+    kept = 1.0
+    while kept == 1:
+        model(shifted.pop())
+        kept = model.recentring.kept
+    assert kept < 0.5
+    assert int(guard.met) == 16 and int(guard.seen) > 320
+    assert float(guard.compared) < kept * (known + 8) + 16 and float(guard.judge.images) < kept * (judged + 8) + 16
+    assert len(next(guard.selections(16))) >= 16 // NEW_PERIOD  # and more is compared
+
+
+def test_a_domain_that_goes_on_forgets_nothing():
+    guard = guarded().guard
+    guard.met.fill_(7)
+    before = {name: buffer.clone() for name, buffer in guard.named_buffers()}
+    guard.forget_domain(1.0)
+    assert_identical(dict(guard.named_buffers()), before, "the guard")
 
 
 def test_the_guard_knows_the_passes_of_a_step():

@@ -565,6 +565,8 @@ class Adapter(nn.Module):
         if guard.is_resting:
             guard.since_alarm += count
             return guard.recover()
+        if engine.recentring is not None:
+            guard.forget_domain(engine.recentring.kept)
         passes = 1 + step.used / count * (sum(self.method.info.passes) - 1)  # a sample that is not kept has a single one
         for chosen in filter(None, guard.selections(count, passes)):
             rows = torch.isin(mine.cpu(), torch.tensor(chosen, dtype=mine.dtype)).to(images.device)

@@ -53,12 +53,13 @@ DOUBT = 1.5  # evidence from which on a run is on trial
 FEWEST = 24  # weight of the compared images that a trial needs
 TRIAL = 512  # images of a trial, at most
 BETTER = 128  # images for which the judge has to prefer the adapted model, before a trial ends well
-NEW = 256  # images at the beginning of a run, while which it is new
-NEW_PERIOD = 4  # of so many images one is compared while a run is new
+NEW = 256  # images of a domain, while which it is new
+NEW_PERIOD = 4  # of so many images one is compared while a domain is new
 SUSPECT_PERIOD = 2  # of so many images one is compared while a run is suspect
 SLOWER = 0.1  # factor of the length of a step after an alarm
 LEVELS = 3  # alarms after which the unadapted model predicts for a while
 LONGEST = 5  # doublings of the patience
+COMPARED = ("compared", "differing", "adapted", "source", "right_adapted", "right_source", "squares")  # sums over images
 MOST = 1000.0  # evidence beyond which its amount says nothing more
 
 
@@ -88,8 +89,8 @@ class Guard(nn.Module):
 
     Args:
         share: The passes of the unadapted model, as a share of the forward and backward passes that the method makes. Each
-            gives the predictions of one image. At least 1/4 of the first 256 images are predicted so, at least 1/2 while a
-            run is suspect, and all on trial.
+            gives the predictions of one image. At least 1/4 of the first 256 images of a domain are predicted so, at least
+            1/2 while a run is suspect, and all on trial.
         alarm: The bound a of the probability of a false alarm, which is at most a (1 + n / 1024) in n compared images. While
             steps are shorter, the bound is the root of a.
         tolerance: The loss of diversity that is no harm, as a share of 0.65 ln C nats for C classes.
@@ -99,7 +100,7 @@ class Guard(nn.Module):
     """
 
     ranges: Mapping[str, Range] = {
-        **dict.fromkeys(("seen", "since_alarm", "since_good", "alarms", "tried", "preferred"), COUNT),
+        **dict.fromkeys(("seen", "met", "since_alarm", "since_good", "alarms", "tried", "preferred"), COUNT),
         **dict.fromkeys(("compared", "differing", "adapted", "source", "squares"), (0, math.inf)),
         **dict.fromkeys(("right_adapted", "right_source", "peak", "passes"), (0, math.inf)),
         "level": (0, LEVELS),
@@ -141,6 +142,7 @@ class Guard(nn.Module):
         self.level: Tensor  # alarms that have shortened the steps, and were not forgotten yet
         self.alarms: Tensor  # since the steps had their full length
         self.seen: Tensor  # images
+        self.met: Tensor  # images since recentring saw another domain
         self.passes: Tensor  # of an image in a step of the method, mean over the last images
         self.since_alarm: Tensor  # images since the last alarm, or since the last change of the level
         self.since_good: Tensor  # images since the last good state
@@ -153,7 +155,7 @@ class Guard(nn.Module):
         self.squares: Tensor  # sum of the squared differences of the two
         for name in ("stopped", "on_trial"):
             self.register_buffer(name, torch.tensor(False))
-        for name in ("level", "alarms", "seen", "since_alarm", "since_good", "tried", "preferred"):
+        for name in ("level", "alarms", "seen", "met", "since_alarm", "since_good", "tried", "preferred"):
             self.register_buffer(name, torch.tensor(0))
         for name in ("compared", "differing", "right_adapted", "right_source", "squares", "peak", "passes"):
             self.register_buffer(name, torch.tensor(0.0))
@@ -190,7 +192,9 @@ class Guard(nn.Module):
         """
         first = int(self.seen)
         self.passes.lerp_(torch.full_like(self.passes, passes), 1 - math.exp(-count / WINDOW) if first else 1.0)
+        is_new = int(self.met) < NEW
         self.seen += count
+        self.met += count
         self.since_alarm += count
         self.since_good += count
         if self.on_trial:
@@ -199,7 +203,7 @@ class Guard(nn.Module):
             yield list(range(count))
             return
         period = max(1, round(1 / (self.share * float(self.passes))))
-        if first < NEW:
+        if is_new:
             period = min(period, NEW_PERIOD)
         if self.is_suspect:
             period = min(period, SUSPECT_PERIOD)
@@ -207,6 +211,19 @@ class Guard(nn.Module):
         yield chosen
         if self.is_suspect and period > SUSPECT_PERIOD:
             yield sorted({*_drawn(first, count, SUSPECT_PERIOD)} - {*chosen})
+
+    def forget_domain(self, kept: float) -> None:
+        """Leave only a share of the weight of what was known before the domain changed.
+
+        The judge has the centre of the earlier domain, and would prefer the unadapted model.
+        """
+        if kept == 1:
+            return
+        self.met.zero_()
+        for name in COMPARED:
+            getattr(self, name).mul_(kept)
+        if self.judge is not None:
+            self.judge.forget(kept)
 
     @property
     def is_suspect(self) -> bool:
@@ -362,7 +379,7 @@ class Guard(nn.Module):
         self.try_run(0.0)
         self.since_alarm.zero_()
         self._forget_evidence()
-        for name in ("compared", "differing", "adapted", "source", "right_adapted", "right_source", "squares"):
+        for name in COMPARED:
             getattr(self, name).zero_()
 
     def _forget_evidence(self) -> None:

@@ -282,6 +282,11 @@ class Recentring(nn.Module):
         if self.order is not None:
             self.centre.mul_(self.images / (self.images + FEW))  # the centre of a single image would be the image itself
 
+    def forget(self, kept: float) -> None:
+        """Leave only a share of the weight of all images."""
+        for total in (self.images, self.covariance, self.variance, self.scatter, self.free):
+            total.mul_(kept)
+
     def _keep(self, features: Tensor, predictions: Tensor, order: Order) -> float:
         """Add a batch to the block, and return the share of the weight before the block that is kept when it is complete."""
         begun, means = (
@@ -306,9 +311,8 @@ class Recentring(nn.Module):
             if kept < 1:
                 for mean, of_old, part in zip((self.mean, self.prediction), earlier, means):
                     mean.copy_((kept * old * of_old + begun * part) / (kept * old + begun))
-                self.images.fill_(kept * old + begun)
-                for total in (self.covariance, self.variance, self.scatter, self.free):
-                    total.mul_(kept)
+                self.forget(kept)
+                self.images.fill_(kept * old + begun)  # those of the block are of the new domain
                 order.forget(kept)
         age = math.exp(-count / self.window)
         self.scatter.mul_(age).add_(self.block_scatter)
