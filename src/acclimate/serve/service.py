@@ -222,11 +222,13 @@ class Service:
         for job in [job for job in jobs if now - job.queued > self._timeout]:
             jobs.remove(job)
             job.reply.set_exception(Refused(503, f"The request waited for more than {self._timeout:g} seconds."))
-        if jobs and jobs[0].start and not self.adapter.engine.unadapted(jobs[0].images).logits.isfinite().all():
-            jobs.pop(0).reply.set_exception(InputError(NOT_FINITE))  # and what the stream has learned is kept
         if not jobs:
             return
         try:
+            if jobs[0].start and not self.adapter.engine.unadapted(jobs[0].images).logits.isfinite().all():
+                jobs.pop(0).reply.set_exception(InputError(NOT_FINITE))  # and what the stream has learned is kept
+                if not jobs:
+                    return
             if jobs[0].start:
                 self.streams.restart(jobs[0].stream)
             adapts = self._learn_unnamed or jobs[0].stream != UNNAMED  # otherwise the request needs no state
