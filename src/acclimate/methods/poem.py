@@ -114,8 +114,8 @@ class POEM(LeadingNorms):
         logits = logits if setup.classes is None else logits[:, setup.classes]
         self.source_entropies = constants([entropy(logits / self.temperature)], view)
         adapted = list(super().attach(view, setup))
-        if self.reference and final_norms(view):
-            adapted += parameters_of(final_norms(view))
+        if self.reference and (last := final_norms(view)):
+            adapted += parameters_of(last)
         self._norms = list(dict.fromkeys(adapted))
         return self._norms
 

@@ -225,12 +225,13 @@ class Service:
         if not jobs:
             return
         try:
-            if jobs[0].start and not self.adapter.engine.unadapted(jobs[0].images).logits.isfinite().all():
-                jobs.pop(0).reply.set_exception(InputError(NOT_FINITE))  # and what the stream has learned is kept
-                if not jobs:
-                    return
-            if jobs[0].start:
-                self.streams.restart(jobs[0].stream)
+            if jobs[0].start:  # no request that is joined to it starts the stream again
+                if self.adapter.engine.unadapted(jobs[0].images).logits.isfinite().all():
+                    self.streams.restart(jobs[0].stream)
+                else:
+                    jobs.pop(0).reply.set_exception(InputError(NOT_FINITE))  # and what the stream has learned is kept
+                    if not jobs:
+                        return
             adapts = self._learn_unnamed or jobs[0].stream != UNNAMED  # otherwise the request needs no state
             stream = self.streams.get(jobs[0].stream) if adapts else Stream(UNNAMED)
             images = torch.cat([job.images for job in jobs])
@@ -268,7 +269,7 @@ class Service:
             self.metrics.failures.inc()
             log("step failed", stream=stream.name, error=f"{type(error).__name__}: {error}")
         record = self.adapter.record if learned else None
-        unsure = float(entropy(logits.float()).mean())
+        unsure = float(entropy(logits.float()).mean()) if record is None else math.nan
         stream.note(record, len(images), learned=learned, milliseconds=milliseconds, entropy=unsure)
         self.metrics.images.inc(len(images))
         if record is not None:
